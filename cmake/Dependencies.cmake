@@ -1,0 +1,39 @@
+# Every dependency, in one place. LibTorch has its own finder because its CMake package asks for a
+# CUDA toolkit and a GPU (see FindLibTorch.cmake).
+
+set(ACCELERATE_TESTED_TORCH 2.11)
+find_package(LibTorch MODULE REQUIRED)
+if(NOT LibTorch_VERSION MATCHES "^2\\.11\\.")
+  message(WARNING
+    "Found LibTorch ${LibTorch_VERSION} in ${LibTorch_ROOT}; accelerate-cpp ${PROJECT_VERSION} was tested with "
+    "${ACCELERATE_TESTED_TORCH}. LibTorch promises no stable C++ interface between minor versions: expect compile errors, "
+    "and run the tests before you trust the result. To get the tested one: pip install torch==2.11.0.")
+endif()
+
+find_package(Threads REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(spdlog REQUIRED)
+
+# MPI: used for its C interface only.
+set(ACCELERATE_HAVE_MPI OFF)
+if(NOT ACCELERATE_WITH_MPI STREQUAL "OFF")
+  enable_language(C)
+  find_package(MPI COMPONENTS C)
+  if(MPI_C_FOUND)
+    set(ACCELERATE_HAVE_MPI ON)
+  elseif(ACCELERATE_WITH_MPI STREQUAL "ON")
+    message(FATAL_ERROR "ACCELERATE_WITH_MPI is ON and no MPI was found. Install libopenmpi-dev, or configure with -DACCELERATE_WITH_MPI=OFF.")
+  endif()
+endif()
+
+# NCCL: the wheel's own copy, whose headers lie beside it.
+set(ACCELERATE_HAVE_NCCL OFF)
+if(NOT ACCELERATE_WITH_NCCL STREQUAL "OFF")
+  find_path(ACCELERATE_NCCL_INCLUDE nccl.h HINTS "${LibTorch_SITE_PACKAGES}/nvidia/nccl/include" "${LibTorch_CUDA_INCLUDE}")
+  if(LibTorch_HAS_CUDA AND LibTorch_CUDA_INCLUDE AND ACCELERATE_NCCL_INCLUDE)
+    set(ACCELERATE_HAVE_NCCL ON)
+  elseif(ACCELERATE_WITH_NCCL STREQUAL "ON")
+    message(FATAL_ERROR "ACCELERATE_WITH_NCCL is ON and either LibTorch has no CUDA (${LibTorch_HAS_CUDA}), or no CUDA headers (${LibTorch_CUDA_INCLUDE}) or no nccl.h (${ACCELERATE_NCCL_INCLUDE}) were found. Use the CUDA wheel of torch, or configure with -DACCELERATE_WITH_NCCL=OFF.")
+  endif()
+endif()
+message(STATUS "accelerate: LibTorch ${LibTorch_VERSION} (${LibTorch_ROOT}), CUDA ${LibTorch_HAS_CUDA}, NCCL ${ACCELERATE_HAVE_NCCL}, MPI ${ACCELERATE_HAVE_MPI}")

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <memory>
+
+namespace accelerate::comm {
+
+/// A collective under way. Its tensors must not be touched, and its results are not there, before
+/// `wait()` has returned. On CUDA `wait()` orders the current stream after the collective and does
+/// not block the host.
+class [[nodiscard]] Work {
+ public:
+  struct Impl;
+  /// Work that was done at once (a group of one).
+  Work() = default;
+  explicit Work(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+  /// Returns when the collective is done. Throws DistributedError (TimeoutError, PeerLostError) that
+  /// names the operation and the rank.
+  void wait();
+  bool done() const;
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace accelerate::comm

@@ -1,0 +1,44 @@
+#include <accelerate/base/error.hpp>
+
+#include <utility>
+
+namespace accelerate {
+
+DistributedError::DistributedError(const std::string& message, std::string operation, int rank)
+    : Error(message), operation_(std::move(operation)), rank_(rank) {}
+
+PeerLostError::PeerLostError(const std::string& message, std::string operation, int rank, int lost_rank)
+    : DistributedError(message, std::move(operation), rank), lost_rank_(lost_rank) {}
+
+CheckpointError::CheckpointError(const std::string& message, std::string path)
+    : Error(message), path_(std::move(path)) {}
+
+LaunchError::LaunchError(const std::string& message, int exit_code)
+    : Error(message), exit_code_(exit_code) {}
+
+namespace {
+
+std::string without_backtrace(std::string message) {
+  // c10::Error::what() appends "Exception raised from ..." and a C++ backtrace.
+  for (const char* marker : {"\nException raised from ", "\nC++ CapturedTraceback"}) {
+    if (auto at = message.find(marker); at != std::string::npos) message.resize(at);
+  }
+  while (!message.empty() && (message.back() == '\n' || message.back() == ' ')) message.pop_back();
+  return message;
+}
+
+}  // namespace
+
+std::string describe(const std::exception& error) {
+  std::string text = without_backtrace(error.what());
+  try {
+    std::rethrow_if_nested(error);
+  } catch (const std::exception& nested) {
+    text += "; caused by: " + describe(nested);
+  } catch (...) {
+    text += "; caused by something that is not a std::exception";
+  }
+  return text;
+}
+
+}  // namespace accelerate

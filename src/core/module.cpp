@@ -1,0 +1,98 @@
+#include <accelerate/core/module.hpp>
+
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <unordered_map>
+
+namespace accelerate {
+namespace {
+
+std::string join_name(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
+ModuleNode describe(const torch::nn::Module& module, const std::string& name) {
+  ModuleNode node;
+  node.name = name;
+  node.type = module.name();
+  node.is_container = dynamic_cast<const torch::nn::ModuleListImpl*>(&module) != nullptr ||
+                      dynamic_cast<const torch::nn::SequentialImpl*>(&module) != nullptr ||
+                      dynamic_cast<const torch::nn::ModuleDictImpl*>(&module) != nullptr;
+  for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+    node.parameters.push_back({join_name(name, entry.key()), entry.value()});
+  }
+  for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
+    node.buffers.push_back({join_name(name, entry.key()), entry.value()});
+  }
+  for (const auto& child : module.named_children()) {
+    node.children.push_back(describe(*child.value(), join_name(name, child.key())));
+  }
+  return node;
+}
+
+ModuleNode describe(const torch::jit::Module& module, const std::string& name) {
+  ModuleNode node;
+  node.name = name;
+  node.type = module.type()->name() ? module.type()->name()->qualifiedName() : "TorchScript module";
+  for (const char* container : {"ModuleList", "Sequential", "ModuleDict"}) {
+    // TorchScript mangles names of repeated types ("...container.___torch_mangle_3.ModuleList").
+    if (node.type.ends_with(std::string(".") + container)) node.is_container = true;
+  }
+  for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+    node.parameters.push_back({join_name(name, entry.name), entry.value});
+  }
+  for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
+    node.buffers.push_back({join_name(name, entry.name), entry.value});
+  }
+  for (const auto& child : module.named_children()) {
+    node.children.push_back(describe(child.value, join_name(name, child.name)));
+  }
+  return node;
+}
+
+}  // namespace
+
+ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module) : root_(describe(*module, "")) {
+  is_training_ = [module] { return module->is_training(); };
+  train_ = [module](bool on) { module->train(on); };
+  to_ = [module](at::Device device) { module->to(device); };
+  collect();
+}
+
+ModuleRecord::ModuleRecord(torch::jit::Module module) : root_(describe(module, "")), is_torchscript_(true) {
+  // A torch::jit::Module is a handle: the copies held here are the user's own object.
+  is_training_ = [module] { return module.is_training(); };
+  train_ = [module](bool on) mutable { module.train(on); };
+  to_ = [module](at::Device device) mutable { module.to(device); };
+  collect();
+}
+
+void ModuleRecord::collect() {
+  std::unordered_map<const void*, std::vector<std::string>> names;
+  std::vector<const void*> order;
+  const auto add = [&](const NamedTensor& entry, std::vector<NamedTensor>& into) {
+    if (!entry.tensor.defined()) return;  // a bias switched off
+    const void* identity = entry.tensor.unsafeGetTensorImpl();
+    auto [at, fresh] = names.try_emplace(identity);
+    at->second.push_back(entry.name);
+    if (fresh) {
+      order.push_back(identity);
+      into.push_back(entry);
+    }
+  };
+  const auto walk = [&](const auto& self, const ModuleNode& node) -> void {
+    for (const auto& parameter : node.parameters) add(parameter, parameters_);
+    for (const auto& buffer : node.buffers) add(buffer, buffers_);
+    for (const auto& child : node.children) self(self, child);
+  };
+  walk(walk, root_);
+  for (const void* identity : order) {
+    if (names[identity].size() > 1) tied_.push_back(names[identity]);
+  }
+}
+
+}  // namespace accelerate
