@@ -242,8 +242,7 @@ class Accelerator {
                                                            bool evaluation_mode);
   std::shared_ptr<OptimizerCore> adapt_optimizer(std::shared_ptr<torch::optim::Optimizer> optimizer);
   data::LoaderContext loader_context() const;
-  SchedulerContext scheduler_context() const;
-  std::shared_ptr<OptimizerCore> prepared_optimizer_of(const torch::optim::Optimizer& optimizer) const;
+  std::shared_ptr<SchedulerCore> adapt_scheduler() const;
 
  private:
   bool begin_micro_batch();

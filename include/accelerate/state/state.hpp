@@ -27,6 +27,7 @@ struct StateOptions {
   /// The device, instead of the choice by local rank (the original's ACCELERATE_TORCH_DEVICE).
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
 
+ public:
   bool operator==(const StateOptions& other) const;
 };
 
