@@ -25,7 +25,7 @@ IndexPlanner::IndexPlanner(std::optional<std::int64_t> dataset_size, const std::
                                "' has a sampler of the user's. Leave the sampler out; shuffle(false) gives the dataset's own order."));
     }
     if (sampler->makes_batches) throw UnsupportedError("batch samplers are made into loaders of their own");
-    order_ = sampler_order(*sampler);
+    order_ = sampler_order(*sampler, dataset_size);
   } else {
     if (!dataset_size) {
       throw DataError(concat("The dataset of the loader '", settings.name,
@@ -35,7 +35,10 @@ IndexPlanner::IndexPlanner(std::optional<std::int64_t> dataset_size, const std::
     order_ = settings.shuffle ? shuffled_order(part.end - part.begin, part.begin) : sequential_order(part.end - part.begin, part.begin);
   }
   const auto length = order_->size();
-  if (!length) return;
+  if (!length) {
+    if (settings.shard_by) throw ConfigError(concat("The loader '", settings.name, "' has a shard_by, which needs the number of batches, and a sampler without size()."));
+    return;
+  }
   const std::int64_t world = context.group.size();
   const std::int64_t batch = context.configuration.split_batches() ? std::max<std::int64_t>(settings.batch_size / world, 1) : settings.batch_size;
   const std::int64_t sharers = by_node ? context.local_world_size : world;

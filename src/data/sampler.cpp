@@ -63,21 +63,26 @@ class ShuffledOrder final : public IndexOrder {
 // the step in hand and the look-ahead is kept, and the start, which fills the last step.
 class SamplerOrder final : public IndexOrder {
  public:
-  explicit SamplerOrder(ErasedSampler sampler) : sampler_(std::move(sampler)) {
+  SamplerOrder(ErasedSampler sampler, std::optional<std::int64_t> dataset_size) : sampler_(std::move(sampler)) {
     if (!sampler_.bounded) return;
-    with_seeded_generator(0, [&] { sampler_.reset(); });
-    while (auto indices = sampler_.next(kEverything)) {
-      if (indices->empty()) break;
-      size_ = size_.value_or(0) + static_cast<std::int64_t>(indices->size());
-    }
-    if (!size_) size_ = 0;
+    const auto count = [&](std::optional<std::size_t> new_size) {
+      with_seeded_generator(0, [&] { sampler_.reset(new_size); });
+      std::int64_t found = 0;
+      while (auto indices = sampler_.next(kEverything)) {
+        if (indices->empty()) break;
+        found += static_cast<std::int64_t>(indices->size());
+      }
+      return found;
+    };
+    size_ = count(std::nullopt);
+    if (size_ == 0 && dataset_size) size_ = count(static_cast<std::size_t>(*dataset_size));
   }
 
   void begin(std::int64_t seed, std::int64_t epoch, bool resumed) override {
     if (!resumed || loaded_.empty()) {
       if (sampler_.set_epoch) sampler_.set_epoch(epoch);
       if (!loaded_.empty()) restore();
-      with_seeded_generator(seed, [&] { sampler_.reset(); });
+      with_seeded_generator(seed, [&] { sampler_.reset(std::nullopt); });
     } else {
       restore();
     }
@@ -201,8 +206,8 @@ std::unique_ptr<IndexOrder> sequential_order(std::int64_t size, std::int64_t off
 std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offset) {
   return std::make_unique<ShuffledOrder>(size, offset);
 }
-std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler) {
-  return std::make_unique<SamplerOrder>(std::move(sampler));
+std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler, std::optional<std::int64_t> dataset_size) {
+  return std::make_unique<SamplerOrder>(std::move(sampler), dataset_size);
 }
 
 void with_seeded_generator(std::int64_t seed, const std::function<void()>& function) {

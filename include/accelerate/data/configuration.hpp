@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-namespace accelerate {
+namespace accelerate::data {
 
 /// How all loaders of a program are prepared. The names are Python Accelerate's.
 struct DataLoaderConfiguration {
@@ -43,4 +43,4 @@ struct DataLoaderConfiguration {
   TORCH_ARG(bool, compare_across_processes) = true;
 };
 
-}  // namespace accelerate
+}  // namespace accelerate::data

@@ -122,4 +122,14 @@ auto prepare_loader(const LoaderPlan<Dataset, Collation>& plan, const LoaderCont
   return PreparedLoader<Batch>(std::move(impl));
 }
 
+/// A loader that is prepared already stays as it is.
+template <class Batch>
+PreparedLoader<Batch> prepare_loader(const PreparedLoader<Batch>& loader, const LoaderContext&) {
+  return loader;
+}
+
+/// What `prepare_loader` takes.
+template <class T>
+concept Loadable = requires(T&& object, const LoaderContext& context) { data::prepare_loader(std::forward<T>(object), context); };
+
 }  // namespace accelerate::data

@@ -70,9 +70,9 @@ concept AnySampler = StreamSampler<S> || BatchSampler<S>;
 
 /// A sampler without its type. Fields are empty where the sampler cannot do a thing.
 struct ErasedSampler {
-  /// Begins a new order. LibTorch's default CPU generator is seeded alike on all processes around
-  /// this call.
-  std::function<void()> reset;
+  /// Begins a new order, of another size if one is given. LibTorch's default CPU generator is seeded
+  /// alike on all processes around this call.
+  std::function<void(std::optional<std::size_t> new_size)> reset;
   /// The next `count` indices; a batch sampler ignores `count`.
   std::function<std::optional<std::vector<std::size_t>>(std::size_t count)> next;
   std::function<void(torch::serialize::OutputArchive&)> save;
@@ -100,10 +100,10 @@ template <AnySampler S>
 ErasedSampler erase_sampler(std::shared_ptr<S> sampler) {
   ErasedSampler erased;
   if constexpr (StreamSampler<S>) {
-    erased.reset = [sampler] { sampler->reset(std::nullopt); };
+    erased.reset = [sampler](std::optional<std::size_t> size) { sampler->reset(size); };
     erased.next = [sampler](std::size_t count) { return sampler->next(count); };
   } else {
-    erased.reset = [sampler] { sampler->reset(); };
+    erased.reset = [sampler](std::optional<std::size_t>) { sampler->reset(); };
     erased.next = [sampler](std::size_t) { return sampler->next(); };
     erased.makes_batches = true;
   }
@@ -149,8 +149,9 @@ class IndexOrder {
 /// [offset, offset + size) in order, or in SeedableRandomSampler's.
 std::unique_ptr<IndexOrder> sequential_order(std::int64_t size, std::int64_t offset = 0);
 std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offset = 0);
-/// The order of a user's sampler that gives a stream.
-std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler);
+/// The order of a user's sampler that gives a stream. A bounded sampler that was made with the size 0
+/// takes that of the dataset.
+std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler, std::optional<std::int64_t> dataset_size = std::nullopt);
 
 /// Calls `function` while LibTorch's default CPU generator is seeded with `seed`; its own state comes
 /// back afterwards.
