@@ -22,13 +22,8 @@ using accelerate::Json;
 at::ScalarType Flags::scalar_type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
 
 accelerate::AcceleratorOptions Flags::accelerator_options() const {
-  // The words are those the environment uses too; CLI11 has already checked them.
-  static const std::map<std::string, accelerate::StrategyKind> strategies{
-      {"auto", accelerate::StrategyKind::automatic},
-      {"single", accelerate::StrategyKind::single},
-      {"ddp", accelerate::StrategyKind::ddp}};
   accelerate::AcceleratorOptions options;
-  options.strategy(strategies.at(strategy))
+  options.strategy(accelerate::strategy_from_string(strategy))
       .mixed_precision(accelerate::mixed_precision_from_string(mixed_precision))
       .gradient_accumulation_steps(gradient_accumulation_steps)
       .per_process_scheduler_steps(false)
@@ -173,7 +168,7 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   std::vector<double> losses;
   if (steps_ > 0) {
     const at::Tensor own = at::stack(losses_).to(at::kDouble).narrow(0, 0, steps_ * micro).view({steps_, micro}).mean(1);
-    const at::Tensor mean = accelerator_.reduce(own, accelerate::comm::ReduceOp::avg).cpu();
+    const at::Tensor mean = accelerator_.reduce(own, accelerate::comm::Reduction::mean).cpu();
     losses.assign(mean.const_data_ptr<double>(), mean.const_data_ptr<double>() + mean.numel());
   }
   Json own_ids = Json::array();
@@ -210,7 +205,7 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   summary["eval"] = eval;
   summary["steps"] = steps_;
   summary["world_size"] = accelerator_.num_processes();
-  summary["strategy"] = accelerator_.strategy() == accelerate::StrategyKind::ddp ? "ddp" : "single";
+  summary["strategy"] = accelerate::to_string(accelerator_.strategy());
   summary["mixed_precision"] = flags_.mixed_precision;
   summary["seconds_to_first_step"] = seconds_to_first_step_;
   summary["steps_per_second"] = steps_ > 1 ? static_cast<double>(steps_ - 1) / timed.count() : 0.0;
