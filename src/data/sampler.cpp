@@ -48,7 +48,8 @@ class ShuffledOrder final : public IndexOrder {
   std::optional<std::int64_t> size() const override { return size_; }
   std::int64_t ensure(std::int64_t) override { return size_; }
   void read(std::int64_t first, std::int64_t count, std::size_t* out) override {
-    for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<std::size_t>(offset_ + indices_[first + i]);
+    for (std::int64_t i = 0; i < count; ++i)
+      out[i] = static_cast<std::size_t>(offset_ + indices_[first + i]);
   }
 
  private:
@@ -63,7 +64,8 @@ class ShuffledOrder final : public IndexOrder {
 // the step in hand and the look-ahead is kept, and the start, which fills the last step.
 class SamplerOrder final : public IndexOrder {
  public:
-  SamplerOrder(ErasedSampler sampler, std::optional<std::int64_t> dataset_size) : sampler_(std::move(sampler)) {
+  SamplerOrder(ErasedSampler sampler, std::optional<std::int64_t> dataset_size)
+      : sampler_(std::move(sampler)) {
     if (!sampler_.bounded) return;
     const auto count = [&](std::optional<std::size_t> new_size) {
       with_seeded_generator(0, [&] { sampler_.reset(new_size); });
@@ -100,7 +102,9 @@ class SamplerOrder final : public IndexOrder {
     }
   }
 
-  std::optional<std::int64_t> size() const override { return ended_ ? std::optional(pulled_) : size_; }
+  std::optional<std::int64_t> size() const override {
+    return ended_ ? std::optional(pulled_) : size_;
+  }
 
   std::int64_t ensure(std::int64_t end) override {
     while (!ended_ && pulled_ < end) {
@@ -142,7 +146,9 @@ class SamplerOrder final : public IndexOrder {
   static constexpr std::size_t kEverything = std::numeric_limits<std::int64_t>::max() / 2;
 
   void restore() {
-    if (!sampler_.load) throw DataError("The state of a sampler was saved, and the sampler given now has no load() to take it.");
+    if (!sampler_.load)
+      throw DataError(
+          "The state of a sampler was saved, and the sampler given now has no load() to take it.");
     from_archive_bytes(loaded_, sampler_.load);
   }
 
@@ -160,8 +166,11 @@ class SamplerOrder final : public IndexOrder {
 
 }  // namespace
 
-SeedableRandomSampler::SeedableRandomSampler(std::int64_t size, std::int64_t seed) : size_(size), seed_(seed) {
-  if (size < 0) throw ConfigError(text::concat("SeedableRandomSampler was given the size ", size, "; it must not be negative."));
+SeedableRandomSampler::SeedableRandomSampler(std::int64_t size, std::int64_t seed)
+    : size_(size), seed_(seed) {
+  if (size < 0)
+    throw ConfigError(text::concat("SeedableRandomSampler was given the size ", size,
+                                   "; it must not be negative."));
 }
 
 void SeedableRandomSampler::set_epoch(std::int64_t epoch) {
@@ -170,7 +179,9 @@ void SeedableRandomSampler::set_epoch(std::int64_t epoch) {
   position_ = 0;
 }
 
-at::Tensor SeedableRandomSampler::order(std::int64_t epoch) const { return permutation(size_, seed_ + epoch); }
+at::Tensor SeedableRandomSampler::order(std::int64_t epoch) const {
+  return permutation(size_, seed_ + epoch);
+}
 
 void SeedableRandomSampler::reset(std::optional<std::size_t> new_size) {
   if (new_size) size_ = static_cast<std::int64_t>(*new_size);
@@ -183,7 +194,8 @@ std::optional<std::vector<std::size_t>> SeedableRandomSampler::next(std::size_t 
     if (position_ > 0) return std::nullopt;
     order_ = order(epoch_);
   }
-  const auto count = std::min<std::int64_t>(size_ - position_, static_cast<std::int64_t>(std::min<std::size_t>(batch_size, size_)));
+  const auto count = std::min<std::int64_t>(
+      size_ - position_, static_cast<std::int64_t>(std::min<std::size_t>(batch_size, size_)));
   if (count <= 0) {
     ++epoch_;
     order_ = at::Tensor();
@@ -196,7 +208,9 @@ std::optional<std::vector<std::size_t>> SeedableRandomSampler::next(std::size_t 
 
 void IndexOrder::load_state(const std::string& bytes) {
   if (!bytes.empty()) {
-    throw DataError("The state of a sampler of the user's was saved, and the loader now has an order of its own. Give it the same sampler.");
+    throw DataError(
+        "The state of a sampler of the user's was saved, and the loader now has an order of its "
+        "own. Give it the same sampler.");
   }
 }
 
@@ -206,7 +220,8 @@ std::unique_ptr<IndexOrder> sequential_order(std::int64_t size, std::int64_t off
 std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offset) {
   return std::make_unique<ShuffledOrder>(size, offset);
 }
-std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler, std::optional<std::int64_t> dataset_size) {
+std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler,
+                                          std::optional<std::int64_t> dataset_size) {
   return std::make_unique<SamplerOrder>(std::move(sampler), dataset_size);
 }
 
@@ -234,7 +249,8 @@ void with_seeded_generator(std::int64_t seed, const std::function<void()>& funct
 std::int64_t draw_seed() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::scoped_lock lock(generator.mutex());
-  return static_cast<std::int64_t>(at::check_generator<at::CPUGeneratorImpl>(generator)->random64() >> 1);
+  return static_cast<std::int64_t>(
+      at::check_generator<at::CPUGeneratorImpl>(generator)->random64() >> 1);
 }
 
 std::string archive_bytes(const std::function<void(torch::serialize::OutputArchive&)>& save) {
@@ -245,7 +261,8 @@ std::string archive_bytes(const std::function<void(torch::serialize::OutputArchi
   return std::move(out).str();
 }
 
-void from_archive_bytes(const std::string& bytes, const std::function<void(torch::serialize::InputArchive&)>& load) {
+void from_archive_bytes(const std::string& bytes,
+                        const std::function<void(torch::serialize::InputArchive&)>& load) {
   std::istringstream in(bytes);
   torch::serialize::InputArchive archive;
   archive.load_from(in);
