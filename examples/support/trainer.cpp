@@ -27,7 +27,7 @@ accelerate::AcceleratorOptions Flags::accelerator_options() const {
       .mixed_precision(accelerate::mixed_precision_from_string(mixed_precision))
       .gradient_accumulation_steps(gradient_accumulation_steps)
       .per_process_scheduler_steps(false)
-      .dataloader(accelerate::data::DataLoaderConfiguration().data_seed(seed));
+      .dataloader(accelerate::DataLoaderConfiguration().data_seed(seed));
   if (backend != "auto") options.backend(accelerate::comm::backend_from_string(backend));
   if (cpu) options.cpu(true);
   return options;

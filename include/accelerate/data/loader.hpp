@@ -5,6 +5,8 @@
 #include <accelerate/data/detail/loader_impl.hpp>
 #include <accelerate/data/plan.hpp>
 
+#include <nlohmann/json.hpp>
+
 #include <cstddef>
 #include <iterator>
 #include <memory>
