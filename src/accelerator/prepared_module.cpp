@@ -55,12 +55,12 @@ c10::IValue cast_value_to_fp32(const c10::IValue& value) {
   }
   if (value.isTensorList()) {
     c10::List<at::Tensor> parts;
-    for (const at::Tensor part : value.toTensorList()) parts.push_back(cast_to_fp32(part));
+    for (const at::Tensor& part : value.toTensorVector()) parts.push_back(cast_to_fp32(part));
     return parts;
   }
   if (value.isList()) {
     auto parts = c10::impl::GenericList(value.toList().elementType());
-    for (const c10::IValue part : value.toList()) parts.push_back(cast_value_to_fp32(part));
+    for (const c10::IValue& part : value.toListRef()) parts.push_back(cast_value_to_fp32(part));
     return parts;
   }
   if (value.isGenericDict()) {

@@ -6,39 +6,13 @@
 #include <c10/core/Device.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <fstream>
+#include <string_view>
 #include <utility>
 
 namespace accelerate {
 namespace {
-
-template <class T>
-using Names = std::vector<std::pair<const char*, T>>;
-
-const Names<MixedPrecision>& precision_names() {
-  static const Names<MixedPrecision> names{{"no", MixedPrecision::no},
-                                           {"fp16", MixedPrecision::fp16},
-                                           {"bf16", MixedPrecision::bf16},
-                                           {"fp8", MixedPrecision::fp8}};
-  return names;
-}
-
-const Names<StrategyKind>& strategy_names() {
-  static const Names<StrategyKind> names{{"auto", StrategyKind::automatic},
-                                         {"automatic", StrategyKind::automatic},
-                                         {"single", StrategyKind::single},
-                                         {"ddp", StrategyKind::ddp}};
-  return names;
-}
-
-const Names<comm::Backend>& backend_names() {
-  static const Names<comm::Backend> names{{"auto", comm::Backend::automatic},
-                                          {"automatic", comm::Backend::automatic},
-                                          {"gloo", comm::Backend::gloo},
-                                          {"mpi", comm::Backend::mpi},
-                                          {"nccl", comm::Backend::nccl}};
-  return names;
-}
 
 /// One setting from the environment or the file: its text, and where it was said.
 struct Setting {
@@ -61,20 +35,19 @@ class Sources {
     return std::nullopt;
   }
 
+  /// `parse` turns text into the value or throws ConfigError.
   template <class T>
-  T choose(const std::optional<T>& argument, const char* variable, const char* key, const Names<T>& names,
+  T choose(const std::optional<T>& argument, const char* variable, const char* key, T (*parse)(std::string_view),
            T otherwise) const {
     if (argument) return *argument;
     const auto setting = find(variable, key);
     if (!setting) return otherwise;
-    const std::string lower = text::to_lower(setting->text);
-    std::vector<std::string> known;
-    for (const auto& [name, value] : names) {
-      if (lower == name) return value;
-      known.emplace_back(name);
+    try {
+      return parse(text::to_lower(setting->text));
+    } catch (const ConfigError& error) {
+      std::throw_with_nested(
+          ConfigError(text::concat(setting->where, " is \"", setting->text, "\". ", error.what())));
     }
-    throw ConfigError(text::concat(setting->where, " is \"", setting->text, "\", and one of ", text::join(known),
-                                   " was expected."));
   }
 
   bool flag(const std::optional<bool>& argument, const char* variable, const char* key, bool otherwise) const {
@@ -86,6 +59,20 @@ class Sources {
       throw ConfigError(text::concat(setting->where, " is \"", setting->text, "\", and a yes or no was expected."));
     }
     return *value;
+  }
+
+  using Milliseconds = std::chrono::milliseconds;
+  std::optional<Milliseconds> duration(const std::optional<Milliseconds>& argument, const char* variable,
+                                       const char* key) const {
+    if (argument) return argument;
+    const auto setting = find(variable, key);
+    if (!setting) return std::nullopt;
+    const auto seconds = text::to_double(setting->text);
+    if (!seconds || *seconds < 0) {
+      throw ConfigError(
+          text::concat(setting->where, " is \"", setting->text, "\", and a number of seconds was expected."));
+    }
+    return Milliseconds(static_cast<std::int64_t>(*seconds * 1e3));
   }
 
  private:
@@ -136,10 +123,28 @@ std::optional<at::Device> parse_device(const std::string& text, const std::strin
 
 }  // namespace
 
+std::string_view to_string(StrategyKind strategy) {
+  switch (strategy) {
+    case StrategyKind::automatic: return "auto";
+    case StrategyKind::single: return "single";
+    case StrategyKind::ddp: return "ddp";
+  }
+  return "";
+}
+
+StrategyKind strategy_from_string(std::string_view name) {
+  std::vector<std::string_view> known;
+  for (const auto strategy : {StrategyKind::automatic, StrategyKind::single, StrategyKind::ddp}) {
+    if (name == to_string(strategy)) return strategy;
+    known.push_back(to_string(strategy));
+  }
+  throw ConfigError(text::concat("There is no strategy \"", name, "\". Known are ", text::join(known), "."));
+}
+
 ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment, const Json& file) {
   refuse_what_libtorch_lacks(environment);
   static const std::vector<std::string> kKeys{"mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",
-                                              "backend",         "timeout",                     "debug",    "device"};
+                                              "backend", "timeout", "heartbeat_timeout", "debug", "device"};
   std::vector<std::string> unknown;
   for (const auto& [key, value] : file.items()) {
     if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) unknown.push_back(key);
@@ -152,8 +157,8 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
   const Sources sources(environment, file);
   ResolvedOptions resolved;
   resolved.mixed_precision = sources.choose(options.mixed_precision(), "ACCELERATE_MIXED_PRECISION",
-                                            "mixed_precision", precision_names(), MixedPrecision::no);
-  resolved.strategy = sources.choose(options.strategy(), "ACCELERATE_STRATEGY", "strategy", strategy_names(),
+                                            "mixed_precision", mixed_precision_from_string, MixedPrecision::no);
+  resolved.strategy = sources.choose(options.strategy(), "ACCELERATE_STRATEGY", "strategy", strategy_from_string,
                                      StrategyKind::automatic);
 
   if (options.gradient_accumulation()) {
@@ -179,22 +184,15 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
 
   resolved.state.cpu(sources.flag(options.cpu(), "ACCELERATE_USE_CPU", "cpu", false));
   resolved.state.debug(sources.flag(options.debug(), "ACCELERATE_DEBUG_MODE", "debug", false));
-  resolved.state.backend(sources.choose(options.backend(), "ACCELERATE_BACKEND", "backend", backend_names(),
+  resolved.state.backend(sources.choose(options.backend(), "ACCELERATE_BACKEND", "backend", comm::backend_from_string,
                                         comm::Backend::automatic));
-  if (options.timeout()) {
-    resolved.state.timeout(options.timeout());
-  } else if (const auto setting = sources.find("ACCELERATE_TIMEOUT", "timeout")) {
-    const auto seconds = text::to_double(setting->text);
-    if (!seconds) {
-      throw ConfigError(
-          text::concat(setting->where, " is \"", setting->text, "\", and a number of seconds was expected."));
-    }
-    resolved.state.timeout(std::chrono::milliseconds(static_cast<std::int64_t>(*seconds * 1e3)));
-  }
+  resolved.state.timeout(sources.duration(options.timeout(), "ACCELERATE_TIMEOUT", "timeout"));
   if (resolved.state.timeout() && resolved.state.timeout()->count() <= 0) {
     throw ConfigError(text::concat("The timeout is ", resolved.state.timeout()->count(),
                                    " ms, and it must be greater than 0."));
   }
+  resolved.state.heartbeat_timeout(
+      sources.duration(options.heartbeat_timeout(), "ACCELERATE_HEARTBEAT_TIMEOUT", "heartbeat_timeout"));
   if (options.device()) {
     resolved.state.device(parse_device(*options.device(), "AcceleratorOptions::device"));
   } else if (const auto setting = sources.find("ACCELERATE_TORCH_DEVICE", "device")) {

@@ -22,9 +22,8 @@ std::unique_ptr<State>& slot() {
 }
 
 std::string describe(const StateOptions& options) {
-  static constexpr const char* kBackends[] = {"automatic", "gloo", "mpi", "nccl"};
   return text::concat("cpu ", options.cpu() ? "on" : "off", ", backend ",
-                      kBackends[static_cast<int>(options.backend())], ", timeout ",
+                      comm::to_string(options.backend()), ", timeout ",
                       options.timeout() ? text::format_seconds(static_cast<double>(options.timeout()->count()) / 1e3)
                                         : std::string("default"),
                       ", debug ", options.debug() ? "on" : "off", ", device ",
@@ -35,6 +34,7 @@ std::string describe(const StateOptions& options) {
 
 bool StateOptions::operator==(const StateOptions& other) const {
   return cpu() == other.cpu() && backend() == other.backend() && timeout() == other.timeout() &&
+         heartbeat_timeout() == other.heartbeat_timeout() &&
          debug() == other.debug() && device() == other.device();
 }
 
@@ -71,9 +71,10 @@ State::State(const StateOptions& options, const Environment& environment)
   log::set_process(topology_.rank, topology_.world_size, topology_.local_rank);
   if (!device_.is_cpu()) at::accelerator::setDeviceIndex(device_.index());
   if (topology_.world_size > 1) {
-    world_ = comm::create_world(
-        topology_,
-        comm::WorldOptions().backend(options.backend()).timeout(options.timeout()).debug(options.debug()).device(device_));
+    auto world = comm::WorldOptions().backend(options.backend()).debug(options.debug()).device(device_);
+    if (options.timeout()) world.timeout(*options.timeout());
+    if (options.heartbeat_timeout()) world.heartbeat_timeout(*options.heartbeat_timeout());
+    world_ = comm::create_world(topology_, world);
   }
   if (options.debug()) {
     log::info(text::concat("rank ", topology_.rank, " of ", topology_.world_size, " (local ", topology_.local_rank,
@@ -85,7 +86,7 @@ State::State(const StateOptions& options, const Environment& environment)
 }
 
 State::~State() {
-  if (world_.size() > 1) comm::destroy_world(world_);
+  comm::shutdown(world_);
 }
 
 State& State::initialize(const StateOptions& options, const Environment& environment) {

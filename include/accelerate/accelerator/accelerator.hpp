@@ -133,12 +133,12 @@ class Accelerator {
   /// Tensors of all ranks, concatenated along dim 0 in rank order; tensors without dimensions become
   /// vectors. Throws DistributedError on every rank when shapes differ.
   template <TensorTree T>
-  T gather(T tree) const {
-    return comm::gather(std::move(tree), world());
+  T gather(const T& tree) const {
+    return comm::gather(tree, world());
   }
   /// As `gather`, without the samples that were repeated to fill up the loader's last batch.
   template <TensorTree T>
-  T gather_for_metrics(T tree) const;
+  T gather_for_metrics(const T& tree) const;
   /// Collects an epoch's predictions on the host and gathers them once:
   /// `auto all = accelerator.collect_for_metrics<at::Tensor>(); ... all.add(predictions); ... all.gather();`
   template <TensorTree T>
@@ -147,18 +147,18 @@ class Accelerator {
   }
   /// The sum, or the mean, over all ranks, times `scale`.
   template <TensorTree T>
-  T reduce(T tree, comm::ReduceOp op = comm::ReduceOp::sum, double scale = 1.0) const {
-    return comm::reduce(std::move(tree), world(), op, scale);
+  T reduce(const T& tree, comm::Reduction reduction = comm::Reduction::sum, double scale = 1.0) const {
+    return comm::reduce(tree, world(), reduction, scale);
   }
   /// The tensors of rank `source`, on every rank.
   template <TensorTree T>
-  T broadcast(T tree, int source = 0) const {
-    return comm::broadcast(std::move(tree), world(), source);
+  T broadcast(const T& tree, int source = 0) const {
+    return comm::broadcast(tree, world(), source);
   }
   /// Pads along `dim` to the largest size of any rank, so that the tensors can be gathered.
   template <TensorTree T>
-  T pad_across_processes(T tree, std::int64_t dim = 0, double pad_index = 0, bool pad_first = false) const {
-    return comm::pad_across_processes(std::move(tree), world(), dim, pad_index, pad_first);
+  T pad_across_processes(const T& tree, std::int64_t dim = 0, double pad_index = 0, bool pad_first = false) const {
+    return comm::pad_across_processes(tree, world(), dim, pad_index, pad_first);
   }
   /// One JSON value of each rank, in rank order.
   std::vector<Json> gather_object(const Json& object) const;
@@ -242,8 +242,7 @@ class Accelerator {
                                                            bool evaluation_mode);
   std::shared_ptr<OptimizerCore> adapt_optimizer(std::shared_ptr<torch::optim::Optimizer> optimizer);
   data::LoaderContext loader_context() const;
-  SchedulerContext scheduler_context() const;
-  std::shared_ptr<OptimizerCore> prepared_optimizer_of(const torch::optim::Optimizer& optimizer) const;
+  std::shared_ptr<SchedulerCore> adapt_scheduler() const;
 
  private:
   bool begin_micro_batch();
@@ -327,15 +326,15 @@ void Accelerator::join_uneven_inputs(Arguments&&... arguments) {
 }
 
 template <TensorTree T>
-T Accelerator::gather_for_metrics(T tree) const {
-  tree = comm::gather(std::move(tree), world());
+T Accelerator::gather_for_metrics(const T& tree) const {
+  T gathered = comm::gather(tree, world());
   const LoaderProgress* progress = gradient_state_->progress();
   if (progress == nullptr || progress->real_samples < 0 || progress->real_samples == progress->global_samples) {
-    return tree;
+    return gathered;
   }
-  const std::int64_t real = progress->real_samples;
-  const std::int64_t all = progress->global_samples;
-  return tree::map(std::move(tree), [&](const at::Tensor& tensor) { return detail::first_rows(tensor, real, all); });
+  return tree::map(std::move(gathered), [&](const at::Tensor& tensor) {
+    return detail::first_rows(tensor, progress->real_samples, progress->global_samples);
+  });
 }
 
 }  // namespace accelerate

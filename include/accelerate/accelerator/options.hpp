@@ -12,6 +12,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace accelerate {
@@ -19,6 +20,11 @@ namespace accelerate {
 /// How a prepared module is spread over the processes. `automatic` takes `single` in one process and
 /// `ddp` in several.
 enum class StrategyKind { automatic, single, ddp };
+
+/// "auto", "single", "ddp".
+std::string_view to_string(StrategyKind strategy);
+/// Throws ConfigError for any other name.
+StrategyKind strategy_from_string(std::string_view name);
 
 /// What an Accelerator is made from. Every field may be left alone: then the environment decides, then
 /// the configuration file, then the default written here.
@@ -39,6 +45,9 @@ struct AcceleratorOptions {
   TORCH_ARG(std::optional<comm::Backend>, backend) = std::nullopt;
   /// How long an operation waits for the other ranks. Environment: ACCELERATE_TIMEOUT, in seconds.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout) = std::nullopt;
+  /// A rank that was silent for so long is taken for dead; zero switches the watch off. Environment:
+  /// ACCELERATE_HEARTBEAT_TIMEOUT, in seconds. Default: 8 s.
+  TORCH_ARG(std::optional<std::chrono::milliseconds>, heartbeat_timeout) = std::nullopt;
   /// Check every collective on all ranks before it runs. Environment: ACCELERATE_DEBUG_MODE.
   TORCH_ARG(std::optional<bool>, debug) = std::nullopt;
   /// The device, instead of the choice by local rank ("cpu", "cuda:1"). Environment:
@@ -59,7 +68,8 @@ struct AcceleratorOptions {
   TORCH_ARG(GradScalerOptions, grad_scaler);
   TORCH_ARG(AutocastOptions, autocast);
   /// A JSON file with any of: mixed_precision, gradient_accumulation_steps, strategy, cpu, backend,
-  /// timeout (seconds), debug, device. Environment: ACCELERATE_CONFIG_FILE.
+  /// timeout and
+  /// heartbeat_timeout (seconds), debug, device. Environment: ACCELERATE_CONFIG_FILE.
   TORCH_ARG(std::optional<std::string>, config_file) = std::nullopt;
 };
 

@@ -22,11 +22,14 @@ struct StateOptions {
   /// How long an operation waits for the other ranks. Nothing: the backend's usual limit (30 minutes,
   /// NCCL 10).
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout) = std::nullopt;
+  /// A rank that was silent for so long is taken for dead; zero switches the watch off. Nothing: 8 s.
+  TORCH_ARG(std::optional<std::chrono::milliseconds>, heartbeat_timeout) = std::nullopt;
   /// Before each collective, check that all ranks call the same one with the same shapes.
   TORCH_ARG(bool, debug) = false;
   /// The device, instead of the choice by local rank (the original's ACCELERATE_TORCH_DEVICE).
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
 
+ public:
   bool operator==(const StateOptions& other) const;
 };
 
