@@ -7,9 +7,11 @@
 #include <accelerate/optim/fused.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 #include <torch/optim/optimizer.h>
+#include <torch/utils.h>
 
 #include <fstream>
 #include <iostream>
@@ -114,9 +116,9 @@ class Checksum {
 // micro-batch by micro-batch, rank by rank.
 std::string sample_ids_checksum(const std::vector<Json>& by_rank) {
   Checksum checksum;
-  for (std::size_t batch = 0; batch < by_rank.front().size(); ++batch) {
-    for (const Json& batches : by_rank) {
-      for (const auto& id : batches.at(batch)) {
+  for (std::size_t batch = 0; batch < by_rank.front().at("batches").size(); ++batch) {
+    for (const Json& rank : by_rank) {
+      for (const auto& id : rank.at("batches").at(batch)) {
         const auto value = id.get<std::int64_t>();
         checksum.add(&value, sizeof value);
       }
@@ -154,7 +156,7 @@ void Recorder::step(const at::Tensor& grad_norm) {
 double Recorder::last_loss() const { return losses_.empty() ? 0.0 : losses_.back().item<double>(); }
 
 Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, const Json& eval) {
-  const at::NoGradGuard no_grad;
+  const torch::NoGradGuard no_grad;
   // Traffic first: what follows is the summary's own.
   Json bytes = Json::object();
   Json calls = Json::object();
@@ -216,7 +218,7 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   summary["parameter_count"] = parameter_count;
   summary["parameter_norm"] = std::sqrt(squares);
   summary["parameter_checksum"] = parameter_checksum.text();
-  summary["sample_ids_checksum"] = sample_ids_checksum(accelerator_.gather_object(own_ids));
+  summary["sample_ids_checksum"] = sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
   return summary;
 }
 

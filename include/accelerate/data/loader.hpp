@@ -7,6 +7,8 @@
 #include <accelerate/data/detail/stream_loader.hpp>
 #include <accelerate/data/plan.hpp>
 
+#include <nlohmann/json.hpp>
+
 #include <cstddef>
 #include <iterator>
 #include <memory>
