@@ -19,13 +19,15 @@ comm::Group the_world;
 
 /// Prints which rank failed; the failures of ranks other than 0 are all that they print.
 class RankPrinter : public ::testing::EmptyTestEventListener {
+  void OnTestStart(const ::testing::TestInfo& test) override { test_ = test.name(); }
+  // GoogleTest holds its lock here: asking it for the present test would wait for ever.
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::cerr << "[rank " << the_world.rank() << "] " << (test ? test->name() : "") << ": "
+    std::cerr << "[rank " << the_world.rank() << "] " << test_ << ": "
               << (result.file_name() ? result.file_name() : "") << ":" << result.line_number()
               << ": " << result.message() << std::endl;
   }
+  std::string test_;
 };
 
 }  // namespace
