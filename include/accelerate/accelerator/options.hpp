@@ -63,7 +63,7 @@ struct AcceleratorOptions {
   /// A scheduler takes one step for each process and optimizer step, as the original does for
   /// schedules written for one process. Off: one step an optimizer step.
   TORCH_ARG(bool, per_process_scheduler_steps) = true;
-  TORCH_ARG(DataLoaderConfiguration, dataloader);
+  TORCH_ARG(data::DataLoaderConfiguration, dataloader);
   TORCH_ARG(DdpOptions, ddp);
   TORCH_ARG(GradScalerOptions, grad_scaler);
   TORCH_ARG(AutocastOptions, autocast);
