@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
+#include <nlohmann/json.hpp>
 
 #include <cmath>
 
@@ -18,8 +19,7 @@ namespace {
 class Cuda : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!at::hasCUDA() || at::globalContext().getNumGPUs() == 0)
-      GTEST_SKIP() << "NOT RUN: this machine has no CUDA device.";
+    if (!at::hasCUDA()) GTEST_SKIP() << "NOT RUN: this machine has no CUDA device.";
   }
 };
 

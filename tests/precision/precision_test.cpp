@@ -209,7 +209,28 @@ TEST(GradScaler, RefusesTheWrongOrder) {
   scaler.update();
   EXPECT_NO_THROW(scaler.unscale_(&scaler, {weight}));
   int without_gradient = 0;
-  EXPECT_THROW(scaler.unscale_(&without_gradient, {leaf({1.0F})}), PrecisionError);
+  scaler.unscale_(&without_gradient, {leaf({1.0F})});
+  EXPECT_THROW(scaler.mark_stepped(&without_gradient), PrecisionError);
+}
+
+TEST(GradScaler, RefusesToAddScaledGradientsToUnscaledOnes) {
+  GradScaler scaler;
+  const at::Tensor weight = leaf({1.0F});
+  int clipped = 0, without_gradient = 0;
+  scaler.scale(weight.sum()).backward();
+  scaler.unscale_(&clipped, {weight});
+  scaler.unscale_(&without_gradient, {leaf({1.0F})});
+  EXPECT_THROW(scaler.scale(weight.sum()), PrecisionError);
+  // Cleared without a step: the next gradients are unscaled anew.
+  weight.mutable_grad().reset();
+  scaler.forget(&clipped);
+  scaler.scale(weight.sum()).backward();
+  EXPECT_FALSE(scaler.unscaled(&clipped));
+  EXPECT_TRUE(scaler.step(&clipped, {weight}, [] {}));
+  EXPECT_EQ(weight.grad().item<float>(), 1.0F);
+  // After a step, what it found counts for the update.
+  scaler.forget(&clipped);
+  EXPECT_NO_THROW(scaler.update());
 }
 
 TEST(GradScaler, RefusesFp16GradientsUnlessAllowed) {
