@@ -4,6 +4,7 @@
 
 #include <accelerate/base/error.hpp>
 
+#include <mutex>
 #include <numeric>
 #include <type_traits>
 
@@ -45,6 +46,15 @@ class ObservedBackend final : public c10d::Backend {
   }
   ~ObservedBackend() override {
     for (const auto& backend : aborted_) watch_->forget(backend.get());
+    // gloo's threads may still wait for what a lost rank will never send, and destroying the backend
+    // would wait for them, up to the timeout. They end with the process.
+    if (watch_->knows_loss()) {
+      static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>;
+      static std::mutex mutex;
+      const std::lock_guard lock(mutex);
+      kept->push_back(inner_);
+      kept->insert(kept->end(), aborted_.begin(), aborted_.end());
+    }
   }
 
   const std::string getBackendName() const override { return inner_->getBackendName(); }
