@@ -148,7 +148,7 @@ int train(int argc, char** argv) {
     }
     progress.text(accelerate::text::concat("loss ", recorder.last_loss()));
   }
-  progress.finish();
+  progress.close();
 
   model.eval();
   torch::NoGradGuard no_grad;

@@ -201,7 +201,7 @@ int train(int argc, char** argv) {
       if (recorder.steps() == last_step) break;
     }
   }
-  progress.finish();
+  progress.close();
 
   model.eval();
   torch::NoGradGuard no_grad;

@@ -7,9 +7,11 @@
 #include <accelerate/optim/fused.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 #include <torch/optim/optimizer.h>
+#include <torch/utils.h>
 
 #include <fstream>
 #include <iostream>
@@ -154,7 +156,7 @@ void Recorder::step(const at::Tensor& grad_norm) {
 double Recorder::last_loss() const { return losses_.empty() ? 0.0 : losses_.back().item<double>(); }
 
 Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, const Json& eval) {
-  const at::NoGradGuard no_grad;
+  const torch::NoGradGuard no_grad;
   // Traffic first: what follows is the summary's own.
   Json bytes = Json::object();
   Json calls = Json::object();

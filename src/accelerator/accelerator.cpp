@@ -6,13 +6,11 @@
 
 #include "accelerator/resolve.hpp"
 
+#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
-#include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/_foreach_norm.h>
-#include <ATen/ops/clamp.h>
-#include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -34,6 +32,28 @@ NoSyncScope::~NoSyncScope() {
   for (auto& [module, before] : before_) module->no_sync = before;
 }
 
+namespace {
+
+/// Gives the random number generators rank 0's state before each pass over a loader.
+class SynchronizingObserver final : public LoaderObserver {
+ public:
+  SynchronizingObserver(std::shared_ptr<LoaderObserver> next, std::vector<RngType> types, comm::Group group)
+      : next_(std::move(next)), types_(std::move(types)), group_(std::move(group)) {}
+
+  void loader_begins(const LoaderProgress& progress) override {
+    synchronize_rng_states(types_, group_);
+    next_->loader_begins(progress);
+  }
+  void loader_ends(const LoaderProgress& progress) noexcept override { next_->loader_ends(progress); }
+
+ private:
+  std::shared_ptr<LoaderObserver> next_;
+  std::vector<RngType> types_;
+  comm::Group group_;
+};
+
+}  // namespace
+
 Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) {
   const Environment environment = Environment::process();
   const ResolvedOptions resolved = resolve(options, environment, read_config_file(options, environment));
@@ -52,6 +72,15 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   gradient_state_ = std::make_shared<GradientState>(resolved.gradient_accumulation, world());
   if (mixed_precision_ == MixedPrecision::fp16 && options_.grad_scaler().enabled()) {
     scaler_ = std::make_shared<GradScaler>(options_.grad_scaler(), world());
+  }
+  loader_observer_ = gradient_state_;
+  std::vector<RngType> types;
+  for (const RngType type : options_.rng_types()) {
+    // The order of samples is a function of seed and epoch: a sampler's generator is alike already.
+    if (type != RngType::generator) types.push_back(type);
+  }
+  if (!types.empty() && world().size() > 1) {
+    loader_observer_ = std::make_shared<SynchronizingObserver>(gradient_state_, std::move(types), world());
   }
 }
 
@@ -110,9 +139,20 @@ void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
   for (ModuleEntry& entry : modules_) entry.has_optimizer |= entry.core == module;
 }
 
-std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler() const {
-  // LibTorch's schedulers do not say which optimizer they drive, so each follows all of them.
-  return std::make_shared<SchedulerCore>(gradient_state_, optimizers_,
+std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(const torch::optim::Optimizer* optimizer) const {
+  // LibTorch's schedulers do not say which optimizer they drive; those follow all of them.
+  std::vector<std::shared_ptr<OptimizerCore>> followed;
+  for (const auto& known : optimizers_) {
+    if (optimizer == nullptr || &known->optimizer() == optimizer) followed.push_back(known);
+  }
+  if (followed.empty()) {
+    throw StateError(text::concat("prepare() was given a scheduler ",
+                                  optimizer == nullptr ? "and no optimizer has been prepared"
+                                                       : "whose optimizer has not been prepared",
+                                  ", so the scheduler cannot follow its steps. Give the optimizer to prepare() too, before "
+                                  "or together with the scheduler."));
+  }
+  return std::make_shared<SchedulerCore>(gradient_state_, std::move(followed),
                                          SchedulerOptions()
                                              .step_with_optimizer(options_.step_scheduler_with_optimizer())
                                              .split_batches(options_.dataloader().split_batches())
@@ -288,9 +328,21 @@ bool Accelerator::check_trigger() {
 }
 
 data::LoaderContext Accelerator::loader_context() const {
+  const Topology& topology = state_->topology();
   data::LoaderContext context;
   context.group = world();
+  context.node_rank = topology.node_rank;
+  context.num_nodes = topology.num_nodes;
+  context.local_rank = topology.local_rank;
+  context.local_world_size = topology.local_world_size;
   context.device = device();
+  context.device_placement = options_.device_placement();
+  context.configuration = options_.dataloader();
+  context.observer = loader_observer_;
+  context.gradient_accumulation_steps = gradient_state_->num_steps();
+  // The seed the program last set, as it is on rank 0.
+  const auto seed = at::globalContext().defaultGenerator(at::kCPU).current_seed();
+  context.seed = static_cast<std::int64_t>(std::stoull(world().broadcast_bytes(std::to_string(seed))));
   return context;
 }
 

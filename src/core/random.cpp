@@ -1,3 +1,5 @@
+#include "core/cuda_devices.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/random.hpp>
@@ -5,7 +7,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <nlohmann/json.hpp>
 
@@ -13,11 +14,6 @@
 
 namespace accelerate {
 namespace {
-
-int cuda_device_count() {
-  if (!c10::impl::hasDeviceGuardImpl(at::kCUDA)) return 0;
-  return c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
-}
 
 std::map<std::string, at::Generator> default_generators() {
   std::map<std::string, at::Generator> generators;
@@ -159,7 +155,7 @@ at::Generator generator_of(RngType type, const std::optional<at::Generator>& gen
             "The random state of cuda was to be synchronised, and this process has no CUDA device. "
             "Leave cuda out of rng_types.");
       }
-      const auto current = c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
+      const auto current = c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice();
       return at::globalContext().defaultGenerator(current);
     }
     case RngType::generator:

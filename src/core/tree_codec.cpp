@@ -35,8 +35,10 @@ void Writer::tensor(const at::Tensor& value) {
     return;
   }
   if (value.layout() != at::kStrided || value.is_quantized()) {
-    throw UnsupportedError(text::concat("A tensor with layout ", c10::toString(value.layout()), " and dtype ", c10::toString(value.scalar_type()),
-                                        " cannot be sent to another process. Make it dense first."));
+    throw UnsupportedError(
+        text::concat("A tensor with layout ", c10::toString(value.layout()), " and dtype ",
+                     c10::toString(value.scalar_type()),
+                     " cannot be sent to another process. Make it dense first."));
   }
   const at::Tensor flat = value.detach().to(at::kCPU).contiguous().resolve_conj().resolve_neg();
   bytes_.push_back(kTensor);
@@ -49,7 +51,9 @@ void Writer::tensor(const at::Tensor& value) {
 }
 
 std::string_view Reader::raw(std::size_t size) {
-  if (size > bytes_.size()) throw DataError(text::concat("A tree received from another process is cut off: ", size, " bytes expected, ", bytes_.size(), " left."));
+  if (size > bytes_.size())
+    throw DataError(text::concat("A tree received from another process is cut off: ", size,
+                                 " bytes expected, ", bytes_.size(), " left."));
   const std::string_view found = bytes_.substr(0, size);
   bytes_.remove_prefix(size);
   return found;
@@ -58,8 +62,8 @@ std::string_view Reader::raw(std::size_t size) {
 void Reader::expect(char tag, const char* what) {
   const char found = raw(1)[0];
   if (found != tag) {
-    throw DataError(text::concat("A tree received from another process has a '", found, "' where ", what,
-                                 " was expected. All processes must run the same program."));
+    throw DataError(text::concat("A tree received from another process has a '", found, "' where ",
+                                 what, " was expected. All processes must run the same program."));
   }
 }
 
@@ -87,7 +91,8 @@ std::string Reader::text() {
 std::size_t Reader::count() {
   const std::int64_t value = integer();
   if (value < 0 || static_cast<std::uint64_t>(value) > bytes_.size()) {
-    throw DataError(text::concat("A tree received from another process claims ", value, " items in ", bytes_.size(), " bytes."));
+    throw DataError(text::concat("A tree received from another process claims ", value,
+                                 " items in ", bytes_.size(), " bytes."));
   }
   return static_cast<std::size_t>(value);
 }
@@ -101,8 +106,10 @@ at::Tensor Reader::tensor() {
   std::int64_t dtype = 0, dim = 0;
   std::memcpy(&dtype, raw(sizeof dtype).data(), sizeof dtype);
   std::memcpy(&dim, raw(sizeof dim).data(), sizeof dim);
-  if (dtype < 0 || dtype >= static_cast<std::int64_t>(at::ScalarType::Undefined) || dim < 0 || dim > 64) {
-    throw DataError(text::concat("A tree received from another process has a tensor of dtype ", dtype, " and ", dim, " dimensions."));
+  if (dtype < 0 || dtype >= static_cast<std::int64_t>(at::ScalarType::Undefined) || dim < 0 ||
+      dim > 64) {
+    throw DataError(text::concat("A tree received from another process has a tensor of dtype ",
+                                 dtype, " and ", dim, " dimensions."));
   }
   std::vector<std::int64_t> sizes(dim);
   std::memcpy(sizes.data(), raw(dim * sizeof(std::int64_t)).data(), dim * sizeof(std::int64_t));
@@ -110,12 +117,14 @@ at::Tensor Reader::tensor() {
   std::int64_t bytes = item;
   for (const std::int64_t size : sizes) {
     if (size < 0 || (size > 0 && bytes > static_cast<std::int64_t>(bytes_.size()) / size)) {
-      throw DataError(text::concat("A tree received from another process has a tensor of shape [", text::join(sizes), "], larger than what came."));
+      throw DataError(text::concat("A tree received from another process has a tensor of shape [",
+                                   text::join(sizes), "], larger than what came."));
     }
     bytes *= size;
   }
   const std::string_view data = raw(static_cast<std::size_t>(bytes));
-  at::Tensor value = at::empty(sizes, at::TensorOptions().dtype(static_cast<at::ScalarType>(dtype)));
+  at::Tensor value =
+      at::empty(sizes, at::TensorOptions().dtype(static_cast<at::ScalarType>(dtype)));
   if (bytes > 0) std::memcpy(value.data_ptr(), data.data(), data.size());
   return value;
 }

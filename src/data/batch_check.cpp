@@ -7,7 +7,9 @@
 namespace accelerate::data::detail {
 namespace {
 
-std::string shown(const std::string& path) { return path.empty() ? "the batch itself" : "'" + path + "'"; }
+std::string shown(const std::string& path) {
+  return path.empty() ? "the batch itself" : "'" + path + "'";
+}
 
 std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes, bool varying_shapes) {
   if (dtype == c10::ScalarType::Undefined) return "undefined";
@@ -39,18 +41,25 @@ void BatchCheck::remember(const std::string& path) {
   paths_.push_back(path);
 }
 
-void BatchCheck::report(const Leaf& leaf, const at::Tensor& found, bool varying_shapes, const std::string& loader) const {
-  const bool only_shape = found.defined() && found.scalar_type() == leaf.dtype && found.dim() == static_cast<std::int64_t>(leaf.sizes.size());
+void BatchCheck::report(const Leaf& leaf, const at::Tensor& found, bool varying_shapes,
+                        const std::string& loader) const {
+  const bool only_shape = found.defined() && found.scalar_type() == leaf.dtype &&
+                          found.dim() == static_cast<std::int64_t>(leaf.sizes.size());
   throw DataError(text::concat(
-      "A batch of the loader '", loader, "' differs from the ones before it in ", shown(leaf.path), ": found ",
-      found.defined() ? describe_tensor(found.scalar_type(), found.sizes(), varying_shapes) : "an undefined tensor", ", expected ",
-      describe_tensor(leaf.dtype, leaf.sizes, varying_shapes), " (* is any size). ",
-      only_shape ? "If shapes are meant to vary, say so with varying_shapes(true); collate::pad makes them equal within a batch."
+      "A batch of the loader '", loader, "' differs from the ones before it in ", shown(leaf.path),
+      ": found ",
+      found.defined() ? describe_tensor(found.scalar_type(), found.sizes(), varying_shapes)
+                      : "an undefined tensor",
+      ", expected ", describe_tensor(leaf.dtype, leaf.sizes, varying_shapes), " (* is any size). ",
+      only_shape ? "If shapes are meant to vary, say so with varying_shapes(true); collate::pad "
+                   "makes them equal within a batch."
                  : "Have the dataset give every sample the same dtype and number of dimensions."));
 }
 
-void BatchCheck::report_structure(const std::vector<std::string>& found, const std::string& loader) const {
-  const auto missing_from = [](const std::vector<std::string>& in, const std::vector<std::string>& of) {
+void BatchCheck::report_structure(const std::vector<std::string>& found,
+                                  const std::string& loader) const {
+  const auto missing_from = [](const std::vector<std::string>& in,
+                               const std::vector<std::string>& of) {
     std::vector<std::string> missing;
     for (const auto& path : of) {
       if (std::find(in.begin(), in.end(), path) == in.end()) missing.push_back(shown(path));
@@ -61,9 +70,11 @@ void BatchCheck::report_structure(const std::vector<std::string>& found, const s
   const auto extra = missing_from(paths_, found);
   std::string what;
   if (!missing.empty()) what += "missing: " + text::join(missing);
-  if (!extra.empty()) what += std::string(what.empty() ? "" : "; ") + "not there before: " + text::join(extra);
+  if (!extra.empty())
+    what += std::string(what.empty() ? "" : "; ") + "not there before: " + text::join(extra);
   if (what.empty()) what = "the same fields in another order";
-  throw DataError(text::concat("A batch of the loader '", loader, "' has other fields than the ones before it: ", what,
+  throw DataError(text::concat("A batch of the loader '", loader,
+                               "' has other fields than the ones before it: ", what,
                                ". Every batch must have the same fields."));
 }
 

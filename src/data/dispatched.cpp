@@ -6,8 +6,9 @@ namespace accelerate::data::detail {
 std::string Dispatched::encode() const {
   tree::Writer out;
   for (const std::int64_t value :
-       {static_cast<std::int64_t>(kind), static_cast<std::int64_t>(share.exists), static_cast<std::int64_t>(share.last), share.first, share.count,
-        share.real, share.global_count, share.global_real, remainder, position_after}) {
+       {static_cast<std::int64_t>(kind), static_cast<std::int64_t>(share.exists),
+        static_cast<std::int64_t>(share.last), share.first, share.count, share.real,
+        share.global_count, share.global_real, remainder, position_after}) {
     out.integer(value);
   }
   out.text(payload);

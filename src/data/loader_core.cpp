@@ -13,7 +13,8 @@ namespace accelerate::data {
 
 using text::concat;
 
-void StepPlanner::begin(ShardRule rule, ShardFunction shard_by, std::optional<std::int64_t> length, bool all_ranks) {
+void StepPlanner::begin(ShardRule rule, ShardFunction shard_by, std::optional<std::int64_t> length,
+                        bool all_ranks) {
   length_ = length;
   rule_ = rule;
   shard_by_ = std::move(shard_by);
@@ -24,23 +25,29 @@ void StepPlanner::begin(ShardRule rule, ShardFunction shard_by, std::optional<st
 StepShare StepPlanner::own_share(std::int64_t step, std::int64_t length) const {
   const std::int64_t absolute = rule_.origin / rule_.block() + step;
   ShardRequest request{absolute, rule_.rank, rule_.world, 0};
-  request.batches = rule_.drop_last ? length / rule_.batch : (length + rule_.batch - 1) / rule_.batch;
-  const std::int64_t steps =
-      rule_.drop_last ? request.batches / rule_.world : (request.batches + rule_.world - 1) / rule_.world;
+  request.batches =
+      rule_.drop_last ? length / rule_.batch : (length + rule_.batch - 1) / rule_.batch;
+  const std::int64_t steps = rule_.drop_last ? request.batches / rule_.world
+                                             : (request.batches + rule_.world - 1) / rule_.world;
   StepShare share;
   share.global_count = share.global_real = -1;
   if (absolute >= steps) return share;
   auto batch = shard_by_(request);
   const bool given = batch.has_value();
   if (given && (*batch < 0 || *batch >= request.batches)) {
-    throw ConfigError(concat("shard_by gave batch ", *batch, " to process ", rule_.rank, " in step ", absolute,
-                             ", and the batches are 0 to ", request.batches - 1, ". Return nothing where a process has no batch."));
+    throw ConfigError(concat("shard_by gave batch ", *batch, " to process ", rule_.rank,
+                             " in step ", absolute, ", and the batches are 0 to ",
+                             request.batches - 1,
+                             ". Return nothing where a process has no batch."));
   }
   if (!given && rule_.even) {
     // A process without a batch of its own takes part with one it had before.
     request.step = 0;
     batch = shard_by_(request);
-    if (!batch) throw ConfigError(concat("shard_by gave process ", rule_.rank, " no batch in step 0. With even_batches every process needs one there."));
+    if (!batch)
+      throw ConfigError(
+          concat("shard_by gave process ", rule_.rank,
+                 " no batch in step 0. With even_batches every process needs one there."));
   }
   if (!batch) return share;
   share.exists = true;
@@ -60,8 +67,10 @@ bool StepPlanner::next(Step& step, const std::function<std::int64_t(std::int64_t
   step.length = ensure(needed_length(rule_, next_));
   step.shares.clear();
   bool any = false;
-  for (int rank = all_ranks_ ? 0 : rule_.rank; rank < (all_ranks_ ? rule_.world : rule_.rank + 1); ++rank) {
-    step.shares.push_back(shard_by_ ? own_share(next_, step.length) : share_of_step(rule_, next_, rank, step.length));
+  for (int rank = all_ranks_ ? 0 : rule_.rank; rank < (all_ranks_ ? rule_.world : rule_.rank + 1);
+       ++rank) {
+    step.shares.push_back(shard_by_ ? own_share(next_, step.length)
+                                    : share_of_step(rule_, next_, rank, step.length));
     any = any || step.shares.back().exists;
   }
   if (!any) return false;
@@ -80,22 +89,30 @@ LoaderCore::LoaderCore(LoaderSettings settings, LoaderContext context)
   const int world = context_.group.size();
   seed_ = configuration.data_seed().value_or(context_.seed);
   if (settings_.batch_size < 1) {
-    throw ConfigError(concat("The loader '", name(), "' has a batch size of ", settings_.batch_size, "; it must be at least 1."));
+    throw ConfigError(concat("The loader '", name(), "' has a batch size of ", settings_.batch_size,
+                             "; it must be at least 1."));
   }
   if (configuration.split_batches() && settings_.batch_size % world != 0) {
-    throw ConfigError(concat("With split_batches the batch size of the loader '", name(), "' (", settings_.batch_size,
+    throw ConfigError(concat("With split_batches the batch size of the loader '", name(), "' (",
+                             settings_.batch_size,
                              ") must be a multiple of the number of processes (", world,
-                             "). Choose another batch size, or switch split_batches off: then it is that of one process."));
+                             "). Choose another batch size, or switch split_batches off: then it "
+                             "is that of one process."));
   }
   if (configuration.by_node()) {
     if (context_.local_world_size * context_.num_nodes != world) {
-      throw ConfigError(concat("by_node needs the same number of processes on every node. Found ", world, " processes on ",
-                               context_.num_nodes, " nodes, ", context_.local_world_size, " of them on this one."));
+      throw ConfigError(concat("by_node needs the same number of processes on every node. Found ",
+                               world, " processes on ", context_.num_nodes, " nodes, ",
+                               context_.local_world_size, " of them on this one."));
     }
-    if (settings_.shard_by) throw ConfigError(concat("The loader '", name(), "' has a shard_by of its own and by_node is on. Use one of them."));
+    if (settings_.shard_by)
+      throw ConfigError(concat("The loader '", name(),
+                               "' has a shard_by of its own and by_node is on. Use one of them."));
   }
   if (settings_.drop_last_global && settings_.shard_by) {
-    throw ConfigError(concat("The loader '", name(), "' has drop_last_global and shard_by, which cannot be combined. Use drop_last."));
+    throw ConfigError(
+        concat("The loader '", name(),
+               "' has drop_last_global and shard_by, which cannot be combined. Use drop_last."));
   }
 }
 
@@ -104,10 +121,14 @@ LoaderCore::~LoaderCore() = default;
 void LoaderCore::set_dispatch(bool dispatch) {
   dispatch_ = dispatch;
   if (dispatch && settings_.shard_by) {
-    throw ConfigError(concat("The loader '", name(), "' has a shard_by, and dispatch_batches has process 0 read everything. Use one of them."));
+    throw ConfigError(concat(
+        "The loader '", name(),
+        "' has a shard_by, and dispatch_batches has process 0 read everything. Use one of them."));
   }
   if (dispatch && context_.configuration.by_node()) {
-    throw ConfigError("by_node and dispatch_batches are both on: with dispatch_batches process 0 reads everything. Use one of them.");
+    throw ConfigError(
+        "by_node and dispatch_batches are both on: with dispatch_batches process 0 reads "
+        "everything. Use one of them.");
   }
 }
 
@@ -118,7 +139,8 @@ ShardRule LoaderCore::rule() const {
   rule.world = by_node ? context_.local_world_size : context_.group.size();
   rule.rank = by_node ? context_.local_rank : context_.group.rank();
   if (unit() == Unit::samples) {
-    rule.batch = configuration.split_batches() ? settings_.batch_size / context_.group.size() : settings_.batch_size;
+    rule.batch = configuration.split_batches() ? settings_.batch_size / context_.group.size()
+                                               : settings_.batch_size;
   }
   rule.even = configuration.even_batches() && context_.group.size() > 1;
   rule.drop_last = settings_.drop_last || settings_.drop_last_global;
@@ -147,7 +169,8 @@ std::optional<std::int64_t> LoaderCore::size() const {
 }
 
 std::int64_t LoaderCore::total_batch_size() const noexcept {
-  return context_.configuration.split_batches() ? settings_.batch_size : settings_.batch_size * context_.group.size();
+  return context_.configuration.split_batches() ? settings_.batch_size
+                                                : settings_.batch_size * context_.group.size();
 }
 
 std::optional<std::int64_t> LoaderCore::total_dataset_length() const { return dataset_size(); }
@@ -165,7 +188,9 @@ void LoaderCore::set_epoch(std::int64_t epoch) {
 }
 
 void LoaderCore::skip_first_batches(std::int64_t batches) {
-  if (batches < 0) throw ConfigError(concat("skip_first_batches was given ", batches, "; it must not be negative."));
+  if (batches < 0)
+    throw ConfigError(
+        concat("skip_first_batches was given ", batches, "; it must not be negative."));
   if (in_pass_) {
     throw StateError(concat("skip_first_batches was called while the loader '", name(),
                             "' is iterated. It acts on the next pass: call it before the loop."));
@@ -176,7 +201,8 @@ void LoaderCore::skip_first_batches(std::int64_t batches) {
 LoaderCore::Pass LoaderCore::begin_pass() {
   if (in_pass_) {
     throw StateError(concat("The loader '", name(),
-                            "' is already being iterated. End that loop first, or prepare a second loader for the inner one."));
+                            "' is already being iterated. End that loop first, or prepare a second "
+                            "loader for the inner one."));
   }
   if (!context_.configuration.use_seedable_sampler() && !order_seed_) {
     order_seed_ = draw_seed();
@@ -202,7 +228,8 @@ LoaderCore::Pass LoaderCore::begin_pass() {
   return pass_;
 }
 
-void LoaderCore::show_step(const StepShare& share, std::int64_t remainder, std::int64_t position_after) {
+void LoaderCore::show_step(const StepShare& share, std::int64_t remainder,
+                           std::int64_t position_after) {
   ++progress_.batches;
   progress_.end_of_dataloader = share.last;
   progress_.local_samples = share.count;
@@ -228,7 +255,9 @@ void LoaderCore::across_nodes() {
            (nodes - longer) * std::clamp<std::int64_t>(shortest - start, 0, block);
   };
   progress_.real_samples = real(position_);
-  progress_.global_samples = pass_.rule.even || pass_.rule.drop_last ? nodes * progress_.global_samples : progress_.real_samples;
+  progress_.global_samples = pass_.rule.even || pass_.rule.drop_last
+                                 ? nodes * progress_.global_samples
+                                 : progress_.real_samples;
   if (!pass_.rule.drop_last) {
     const std::int64_t longest = shortest + (longer > 0 ? 1 : 0) - pass_.rule.origin;
     const std::int64_t in_last = real(pass_.rule.origin + (longest - 1) / block * block);
@@ -257,7 +286,8 @@ void LoaderCore::rethrow_reading(const Step& step) const {
   } catch (const std::exception& error) {
     std::throw_with_nested(DataError(concat(what, ": ", describe(error))));
   } catch (...) {
-    std::throw_with_nested(DataError(concat(what, " with something that is not a std::exception.")));
+    std::throw_with_nested(
+        DataError(concat(what, " with something that is not a std::exception.")));
   }
 }
 
@@ -277,7 +307,8 @@ void LoaderCore::compare_first_batch(const std::string& signature, const std::st
   for (const auto& bytes : all) read.push_back(Json::parse(bytes));
   for (std::size_t rank = 0; rank < read.size(); ++rank) {
     if (const auto text = read[rank]["error"].get<std::string>(); !text.empty()) {
-      throw DataError(concat("Process ", rank, " could not read the first batch of the loader '", name(), "': ", text));
+      throw DataError(concat("Process ", rank, " could not read the first batch of the loader '",
+                             name(), "': ", text));
     }
   }
   const auto compare = [&](const char* key, const char* what, const char* advice) {
@@ -286,15 +317,20 @@ void LoaderCore::compare_first_batch(const std::string& signature, const std::st
       if (read[rank][key] == "") continue;  // a process without a batch
       if (first == read.size()) first = rank;
       if (read[rank][key] == read[first][key]) continue;
-      throw DataError(concat("The processes disagree on ", what, " of the loader '", name(), "': process ", first, " has ",
-                             read[first][key].dump(), ", process ", rank, " has ", read[rank][key].dump(), ". ", advice));
+      throw DataError(concat("The processes disagree on ", what, " of the loader '", name(),
+                             "': process ", first, " has ", read[first][key].dump(), ", process ",
+                             rank, " has ", read[rank][key].dump(), ". ", advice));
     }
   };
-  if (!dispatch_) compare("dataset", "the size of the dataset", "Give every process the same dataset; the loader does the sharding.");
+  if (!dispatch_)
+    compare("dataset", "the size of the dataset",
+            "Give every process the same dataset; the loader does the sharding.");
   compare("batch size", "the batch size", "Give every process the same options.");
   compare("epoch", "the epoch", "Call set_epoch alike on every process.");
   compare("seed", "the seed of the order of samples", "Set the same data_seed on every process.");
-  compare("batch", "the structure of a batch", "Every process must get the same fields with the same dtypes (and, unless varying_shapes is set, the same shapes beyond the first dimension).");
+  compare("batch", "the structure of a batch",
+          "Every process must get the same fields with the same dtypes (and, unless varying_shapes "
+          "is set, the same shapes beyond the first dimension).");
 }
 
 namespace {
@@ -309,8 +345,12 @@ Json LoaderCore::state_dict() const {
                 {"unit", unit() == Unit::samples ? "samples" : "batches"},
                 {"dataset_size", size ? Json(*size) : Json()},
                 {"seed", seed_},
-                {"epoch", mid ? pass_.epoch : in_pass_ && !next_epoch_was_set_ ? pass_.epoch + 1 : next_epoch_},
-                {"position", mid ? position_ : begun ? 0 : origin_ + skip_ * rule().block()},
+                {"epoch", mid                                ? pass_.epoch
+                          : in_pass_ && !next_epoch_was_set_ ? pass_.epoch + 1
+                                                             : next_epoch_},
+                {"position", mid     ? position_
+                             : begun ? 0
+                                     : origin_ + skip_ * rule().block()},
                 {"world_size", context_.group.size()},
                 {"global_batch", total_batch_size()}};
   if (context_.configuration.by_node()) state["nodes"] = context_.num_nodes;
@@ -343,13 +383,16 @@ std::string to_hex(const std::string& bytes) {
 std::string from_hex(const std::string& hex) {
   const auto digit = [](char c) {
     const char* at = std::strchr(kHex, c);
-    if (at == nullptr || c == '\0') throw DataError("The state of a loader holds a stream that is not hexadecimal text.");
+    if (at == nullptr || c == '\0')
+      throw DataError("The state of a loader holds a stream that is not hexadecimal text.");
     return static_cast<int>(at - kHex);
   };
-  if (hex.size() % 2 != 0) throw DataError("The state of a loader holds a stream of an odd number of digits.");
+  if (hex.size() % 2 != 0)
+    throw DataError("The state of a loader holds a stream of an odd number of digits.");
   std::string bytes;
   bytes.reserve(hex.size() / 2);
-  for (std::size_t i = 0; i < hex.size(); i += 2) bytes.push_back(static_cast<char>(digit(hex[i]) << 4 | digit(hex[i + 1])));
+  for (std::size_t i = 0; i < hex.size(); i += 2)
+    bytes.push_back(static_cast<char>(digit(hex[i]) << 4 | digit(hex[i + 1])));
   return bytes;
 }
 
@@ -357,35 +400,44 @@ std::string from_hex(const std::string& hex) {
 
 void LoaderCore::load_state_dict(const Json& state) {
   if (in_pass_) {
-    throw StateError(concat("load_state_dict was called while the loader '", name(), "' is iterated. It acts on the next pass: call it before the loop."));
+    throw StateError(concat("load_state_dict was called while the loader '", name(),
+                            "' is iterated. It acts on the next pass: call it before the loop."));
   }
   const auto refuse = [&](const std::string& what) {
     throw DataError(concat("The saved state does not fit the loader '", name(), "': ", what));
   };
   try {
-    if (const auto version = state.at("version").get<int>(); version != 1) refuse(concat("it has version ", version, ", expected 1."));
+    if (const auto version = state.at("version").get<int>(); version != 1)
+      refuse(concat("it has version ", version, ", expected 1."));
     const std::string own_unit = unit() == Unit::samples ? "samples" : "batches";
     if (const auto found = state.at("unit").get<std::string>(); found != own_unit) {
-      refuse(concat("its position counts ", found, ", and this loader counts ", own_unit, ". It was made from another kind of dataset or sampler."));
+      refuse(concat("its position counts ", found, ", and this loader counts ", own_unit,
+                    ". It was made from another kind of dataset or sampler."));
     }
     const auto size = dataset_size();
     if (const Json found = state.at("dataset_size"); !found.is_null() && size && found != *size) {
-      refuse(concat("its dataset had ", found.get<std::int64_t>(), " samples, and this one has ", *size, "."));
+      refuse(concat("its dataset had ", found.get<std::int64_t>(), " samples, and this one has ",
+                    *size, "."));
     }
     const std::int64_t nodes = context_.configuration.by_node() ? context_.num_nodes : 0;
     if (const auto found = state.value("nodes", std::int64_t{0}); found != nodes) {
-      refuse(concat("it was sharded by node over ", found, " nodes (0: not by node), and now over ", nodes, "."));
+      refuse(concat("it was sharded by node over ", found, " nodes (0: not by node), and now over ",
+                    nodes, "."));
     }
-    if ((state.value("sharding", std::string()) == "user") != static_cast<bool>(settings_.shard_by)) {
+    if ((state.value("sharding", std::string()) == "user") !=
+        static_cast<bool>(settings_.shard_by)) {
       refuse("only one of the two has a shard_by of the user's.");
     }
-    if (const auto world = state.at("world_size").get<int>(); settings_.shard_by && world != context_.group.size()) {
-      refuse(concat("with shard_by only the rule itself knows which samples were seen, and it was asked for ", world,
-                    " processes, not ", context_.group.size(), ". Resume on as many processes."));
+    if (const auto world = state.at("world_size").get<int>();
+        settings_.shard_by && world != context_.group.size()) {
+      refuse(concat(
+          "with shard_by only the rule itself knows which samples were seen, and it was asked for ",
+          world, " processes, not ", context_.group.size(), ". Resume on as many processes."));
     }
     const auto position = state.at("position").get<std::int64_t>();
     const auto epoch = state.at("epoch").get<std::int64_t>();
-    if (position < 0 || epoch < 0) refuse(concat("position ", position, " or epoch ", epoch, " is negative."));
+    if (position < 0 || epoch < 0)
+      refuse(concat("position ", position, " or epoch ", epoch, " is negative."));
     const auto seed = state.at("seed").get<std::int64_t>();
     const std::string stream = from_hex(state.value("stream", std::string()));
     const bool stream_in_pass = state.value("stream_in_pass", false);
@@ -401,7 +453,8 @@ void LoaderCore::load_state_dict(const Json& state) {
     loaded_in_pass_ = stream_in_pass;
     left_early_ = false;
   } catch (const Json::exception& error) {
-    std::throw_with_nested(DataError(concat("The saved state of the loader '", name(), "' is damaged: ", error.what())));
+    std::throw_with_nested(DataError(
+        concat("The saved state of the loader '", name(), "' is damaged: ", error.what())));
   }
 }
 

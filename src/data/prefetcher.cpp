@@ -4,7 +4,8 @@
 
 namespace accelerate::data::detail {
 
-Prefetcher::Prefetcher(std::size_t threads, std::size_t slots, std::function<void(std::size_t)> work)
+Prefetcher::Prefetcher(std::size_t threads, std::size_t slots,
+                       std::function<void(std::size_t)> work)
     : work_(std::move(work)), slots_(slots) {
   threads_.reserve(threads);
   try {

@@ -48,7 +48,8 @@ class ShuffledOrder final : public IndexOrder {
   std::optional<std::int64_t> size() const override { return size_; }
   std::int64_t ensure(std::int64_t) override { return size_; }
   void read(std::int64_t first, std::int64_t count, std::size_t* out) override {
-    for (std::int64_t i = 0; i < count; ++i) out[i] = static_cast<std::size_t>(offset_ + indices_[first + i]);
+    for (std::int64_t i = 0; i < count; ++i)
+      out[i] = static_cast<std::size_t>(offset_ + indices_[first + i]);
   }
 
  private:
@@ -63,21 +64,27 @@ class ShuffledOrder final : public IndexOrder {
 // the step in hand and the look-ahead is kept, and the start, which fills the last step.
 class SamplerOrder final : public IndexOrder {
  public:
-  explicit SamplerOrder(ErasedSampler sampler) : sampler_(std::move(sampler)) {
+  SamplerOrder(ErasedSampler sampler, std::optional<std::int64_t> dataset_size)
+      : sampler_(std::move(sampler)) {
     if (!sampler_.bounded) return;
-    with_seeded_generator(0, [&] { sampler_.reset(); });
-    while (auto indices = sampler_.next(kEverything)) {
-      if (indices->empty()) break;
-      size_ = size_.value_or(0) + static_cast<std::int64_t>(indices->size());
-    }
-    if (!size_) size_ = 0;
+    const auto count = [&](std::optional<std::size_t> new_size) {
+      with_seeded_generator(0, [&] { sampler_.reset(new_size); });
+      std::int64_t found = 0;
+      while (auto indices = sampler_.next(kEverything)) {
+        if (indices->empty()) break;
+        found += static_cast<std::int64_t>(indices->size());
+      }
+      return found;
+    };
+    size_ = count(std::nullopt);
+    if (size_ == 0 && dataset_size) size_ = count(static_cast<std::size_t>(*dataset_size));
   }
 
   void begin(std::int64_t seed, std::int64_t epoch, bool resumed) override {
     if (!resumed || loaded_.empty()) {
       if (sampler_.set_epoch) sampler_.set_epoch(epoch);
       if (!loaded_.empty()) restore();
-      with_seeded_generator(seed, [&] { sampler_.reset(); });
+      with_seeded_generator(seed, [&] { sampler_.reset(std::nullopt); });
     } else {
       restore();
     }
@@ -95,7 +102,9 @@ class SamplerOrder final : public IndexOrder {
     }
   }
 
-  std::optional<std::int64_t> size() const override { return ended_ ? std::optional(pulled_) : size_; }
+  std::optional<std::int64_t> size() const override {
+    return ended_ ? std::optional(pulled_) : size_;
+  }
 
   std::int64_t ensure(std::int64_t end) override {
     while (!ended_ && pulled_ < end) {
@@ -137,7 +146,9 @@ class SamplerOrder final : public IndexOrder {
   static constexpr std::size_t kEverything = std::numeric_limits<std::int64_t>::max() / 2;
 
   void restore() {
-    if (!sampler_.load) throw DataError("The state of a sampler was saved, and the sampler given now has no load() to take it.");
+    if (!sampler_.load)
+      throw DataError(
+          "The state of a sampler was saved, and the sampler given now has no load() to take it.");
     from_archive_bytes(loaded_, sampler_.load);
   }
 
@@ -155,8 +166,11 @@ class SamplerOrder final : public IndexOrder {
 
 }  // namespace
 
-SeedableRandomSampler::SeedableRandomSampler(std::int64_t size, std::int64_t seed) : size_(size), seed_(seed) {
-  if (size < 0) throw ConfigError(text::concat("SeedableRandomSampler was given the size ", size, "; it must not be negative."));
+SeedableRandomSampler::SeedableRandomSampler(std::int64_t size, std::int64_t seed)
+    : size_(size), seed_(seed) {
+  if (size < 0)
+    throw ConfigError(text::concat("SeedableRandomSampler was given the size ", size,
+                                   "; it must not be negative."));
 }
 
 void SeedableRandomSampler::set_epoch(std::int64_t epoch) {
@@ -165,7 +179,9 @@ void SeedableRandomSampler::set_epoch(std::int64_t epoch) {
   position_ = 0;
 }
 
-at::Tensor SeedableRandomSampler::order(std::int64_t epoch) const { return permutation(size_, seed_ + epoch); }
+at::Tensor SeedableRandomSampler::order(std::int64_t epoch) const {
+  return permutation(size_, seed_ + epoch);
+}
 
 void SeedableRandomSampler::reset(std::optional<std::size_t> new_size) {
   if (new_size) size_ = static_cast<std::int64_t>(*new_size);
@@ -178,7 +194,8 @@ std::optional<std::vector<std::size_t>> SeedableRandomSampler::next(std::size_t 
     if (position_ > 0) return std::nullopt;
     order_ = order(epoch_);
   }
-  const auto count = std::min<std::int64_t>(size_ - position_, static_cast<std::int64_t>(std::min<std::size_t>(batch_size, size_)));
+  const auto count = std::min<std::int64_t>(
+      size_ - position_, static_cast<std::int64_t>(std::min<std::size_t>(batch_size, size_)));
   if (count <= 0) {
     ++epoch_;
     order_ = at::Tensor();
@@ -191,7 +208,9 @@ std::optional<std::vector<std::size_t>> SeedableRandomSampler::next(std::size_t 
 
 void IndexOrder::load_state(const std::string& bytes) {
   if (!bytes.empty()) {
-    throw DataError("The state of a sampler of the user's was saved, and the loader now has an order of its own. Give it the same sampler.");
+    throw DataError(
+        "The state of a sampler of the user's was saved, and the loader now has an order of its "
+        "own. Give it the same sampler.");
   }
 }
 
@@ -201,8 +220,9 @@ std::unique_ptr<IndexOrder> sequential_order(std::int64_t size, std::int64_t off
 std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offset) {
   return std::make_unique<ShuffledOrder>(size, offset);
 }
-std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler) {
-  return std::make_unique<SamplerOrder>(std::move(sampler));
+std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler,
+                                          std::optional<std::int64_t> dataset_size) {
+  return std::make_unique<SamplerOrder>(std::move(sampler), dataset_size);
 }
 
 void with_seeded_generator(std::int64_t seed, const std::function<void()>& function) {
@@ -229,7 +249,8 @@ void with_seeded_generator(std::int64_t seed, const std::function<void()>& funct
 std::int64_t draw_seed() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::scoped_lock lock(generator.mutex());
-  return static_cast<std::int64_t>(at::check_generator<at::CPUGeneratorImpl>(generator)->random64() >> 1);
+  return static_cast<std::int64_t>(
+      at::check_generator<at::CPUGeneratorImpl>(generator)->random64() >> 1);
 }
 
 std::string archive_bytes(const std::function<void(torch::serialize::OutputArchive&)>& save) {
@@ -240,7 +261,8 @@ std::string archive_bytes(const std::function<void(torch::serialize::OutputArchi
   return std::move(out).str();
 }
 
-void from_archive_bytes(const std::string& bytes, const std::function<void(torch::serialize::InputArchive&)>& load) {
+void from_archive_bytes(const std::string& bytes,
+                        const std::function<void(torch::serialize::InputArchive&)>& load) {
   std::istringstream in(bytes);
   torch::serialize::InputArchive archive;
   archive.load_from(in);

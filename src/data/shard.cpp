@@ -7,7 +7,9 @@ namespace {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-std::int64_t pace_of(const ShardRule& rule, std::int64_t length) { return rule.pace > 0 ? rule.pace : length; }
+std::int64_t pace_of(const ShardRule& rule, std::int64_t length) {
+  return rule.pace > 0 ? rule.pace : length;
+}
 
 std::int64_t whole_groups(const ShardRule& rule, std::int64_t pace) {
   return std::max<std::int64_t>(pace - rule.origin, 0) / (rule.block() * rule.group) * rule.group;
@@ -40,7 +42,8 @@ StepShare share_of_step(const ShardRule& rule, std::int64_t step, int rank, std:
   if (rule.drop_last) {
     share.last = step == whole_groups(rule, pace) - 1;
   } else {
-    share.last = left <= block || (!rule.even && !share_of_step(rule, step + 1, rank, length).exists);
+    share.last =
+        left <= block || (!rule.even && !share_of_step(rule, step + 1, rank, length).exists);
   }
   return share;
 }
@@ -57,7 +60,8 @@ std::int64_t count_steps(const ShardRule& rule, int rank, std::int64_t length) {
   if (rule.drop_last) return whole_groups(rule, pace);
   const std::int64_t left = std::max<std::int64_t>(pace - rule.origin, 0);
   const std::int64_t whole = left / rule.block();
-  return whole + (left % rule.block() != 0 && share_of_step(rule, whole, rank, length).exists ? 1 : 0);
+  return whole +
+         (left % rule.block() != 0 && share_of_step(rule, whole, rank, length).exists ? 1 : 0);
 }
 
 std::int64_t remainder(const ShardRule& rule, std::int64_t length) {
@@ -69,7 +73,8 @@ std::int64_t fill_position(const ShardRule& rule, std::int64_t position, std::in
   return (position - length) % std::min(length, rule.block());
 }
 
-std::vector<std::int64_t> positions(const ShardRule& rule, const StepShare& share, std::int64_t length) {
+std::vector<std::int64_t> positions(const ShardRule& rule, const StepShare& share,
+                                    std::int64_t length) {
   std::vector<std::int64_t> found;
   found.reserve(share.count);
   for (std::int64_t p = share.first; p < share.first + share.count; ++p) {

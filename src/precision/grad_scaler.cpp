@@ -6,6 +6,7 @@
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 
 #include <nlohmann/json.hpp>
@@ -108,7 +109,7 @@ void GradScaler::unscale_(const void* optimizer, const std::vector<at::Tensor>& 
       at::Tensor there = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(key.first));
       at::_amp_foreach_non_finite_check_and_unscale_(gradients, there,
                                                      inverse.to(key.first, /*non_blocking=*/true));
-      found += there.to(home, /*non_blocking=*/true);
+      found = at::maximum(found, there.to(home, /*non_blocking=*/true));
     }
   }
   if (group_.size() > 1) {

@@ -34,7 +34,9 @@ struct Numbers : torch::data::datasets::Dataset<Numbers> {
   std::size_t size_;
 };
 
-inline auto stacked(std::size_t size) { return Numbers(size).map(torch::data::transforms::Stack<>()); }
+inline auto stacked(std::size_t size) {
+  return Numbers(size).map(torch::data::transforms::Stack<>());
+}
 
 inline std::vector<std::int64_t> values(const at::Tensor& tensor) {
   const at::Tensor flat = tensor.to(at::kCPU, at::kLong).contiguous();

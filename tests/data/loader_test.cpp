@@ -54,7 +54,8 @@ TEST(Loader, GivesTheUsersOwnBatchTypeInTheOrderOfSeedAndEpoch) {
 }
 
 TEST(Loader, KnowsTheLastBatchAndCountsSamples) {
-  auto loader = data::prepare_loader(data::loader(stacked(7), torch::data::samplers::SequentialSampler(7), options(3)), context());
+  auto loader = data::prepare_loader(
+      data::loader(stacked(7), torch::data::samplers::SequentialSampler(7), options(3)), context());
   std::vector<bool> ends;
   std::vector<std::int64_t> real;
   for (auto& batch : loader) {

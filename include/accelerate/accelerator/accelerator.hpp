@@ -242,7 +242,8 @@ class Accelerator {
                                                            bool evaluation_mode);
   std::shared_ptr<OptimizerCore> adapt_optimizer(std::shared_ptr<torch::optim::Optimizer> optimizer);
   data::LoaderContext loader_context() const;
-  std::shared_ptr<SchedulerCore> adapt_scheduler() const;
+  /// `optimizer`: the one the scheduler drives, or null when it does not say.
+  std::shared_ptr<SchedulerCore> adapt_scheduler(const torch::optim::Optimizer* optimizer) const;
 
  private:
   bool begin_micro_batch();
@@ -259,6 +260,7 @@ class Accelerator {
   StrategyKind strategy_ = StrategyKind::single;
   std::shared_ptr<GradientState> gradient_state_;
   std::shared_ptr<GradScaler> scaler_;
+  std::shared_ptr<LoaderObserver> loader_observer_;
   bool trigger_ = false;
 
   struct ModuleEntry {

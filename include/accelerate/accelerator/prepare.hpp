@@ -66,6 +66,15 @@ struct IsPrepared<PreparedOptimizer<T>> : std::true_type {};
 template <class T>
 struct IsPrepared<PreparedScheduler<T>> : std::true_type {};
 
+template <class T>
+struct IsPreparedLoader : std::false_type {};
+template <class Batch>
+struct IsPreparedLoader<data::PreparedLoader<Batch>> : std::true_type {};
+template <class T>
+concept Loadable = requires(T&& object, const data::LoaderContext& context) {
+  data::prepare_loader(std::forward<T>(object), context);
+};
+
 enum class Kind { none, module, optimizer, loader, scheduler };
 
 template <class T>
@@ -76,7 +85,7 @@ constexpr Kind kind_of() {
     return Kind::module;
   } else if constexpr (std::derived_from<Inner, torch::optim::Optimizer>) {
     return Kind::optimizer;
-  } else if constexpr (data::Loadable<T>) {
+  } else if constexpr (IsPreparedLoader<Object>::value || Loadable<T>) {
     return Kind::loader;
   } else if constexpr (IsPrepared<Object>::value || SchedulerLike<Inner>) {
     return Kind::scheduler;
@@ -139,7 +148,9 @@ struct Prepare<Kind::scheduler> {
       return std::remove_cvref_t<T>(object);
     } else {
       auto scheduler = hold(std::forward<T>(object));
-      return PreparedScheduler<held_t<T>>(std::move(scheduler), accelerator.adapt_scheduler());
+      const torch::optim::Optimizer* optimizer = nullptr;
+      if constexpr (requires { scheduler->optimizer(); }) optimizer = &scheduler->optimizer();
+      return PreparedScheduler<held_t<T>>(std::move(scheduler), accelerator.adapt_scheduler(optimizer));
     }
   }
 };
@@ -148,7 +159,11 @@ template <>
 struct Prepare<Kind::loader> {
   template <class A, class T>
   static auto run(A& accelerator, T&& object) {
-    return data::prepare_loader(std::forward<T>(object), accelerator.loader_context());
+    if constexpr (IsPreparedLoader<std::remove_cvref_t<T>>::value) {
+      return std::remove_cvref_t<T>(object);
+    } else {
+      return data::prepare_loader(std::forward<T>(object), accelerator.loader_context());
+    }
   }
 };
 

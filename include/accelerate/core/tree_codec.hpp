@@ -8,8 +8,8 @@
 #include <type_traits>
 #include <utility>
 
-/// Trees as bytes: how a batch travels to another process whole, with its strings, numbers, optionals
-/// and maps, whatever the shapes of its tensors.
+/// Trees as bytes: how a batch travels to another process whole, with its strings, numbers,
+/// optionals and maps, whatever the shapes of its tensors.
 namespace accelerate::tree {
 
 /// Writes values one after another.
@@ -24,7 +24,9 @@ class Writer {
   std::string take() { return std::move(bytes_); }
 
  private:
-  void raw(const void* data, std::size_t size) { bytes_.append(static_cast<const char*>(data), size); }
+  void raw(const void* data, std::size_t size) {
+    bytes_.append(static_cast<const char*>(data), size);
+  }
   std::string bytes_;
 };
 
@@ -48,7 +50,7 @@ class Reader {
 };
 
 template <class T>
-  requires TensorTree<T>
+requires TensorTree<T>
 void write(Writer& out, const T& node) {
   if constexpr (detail::Tensor<T>) {
     out.tensor(node);
@@ -76,7 +78,7 @@ void write(Writer& out, const T& node) {
 }
 
 template <class T>
-  requires TensorTree<T>
+requires TensorTree<T>
 void read(Reader& in, T& node) {
   if constexpr (detail::Tensor<T>) {
     static_cast<at::Tensor&>(node) = in.tensor();
@@ -111,15 +113,13 @@ void read(Reader& in, T& node) {
 
 /// The whole tree.
 template <class T>
-  requires TensorTree<T>
-std::string encode(const T& node) {
+requires TensorTree<T> std::string encode(const T& node) {
   Writer out;
   write(out, node);
   return out.take();
 }
 template <class T>
-  requires TensorTree<T> && std::is_default_constructible_v<T>
-T decode(std::string_view bytes) {
+requires TensorTree<T> && std::is_default_constructible_v<T> T decode(std::string_view bytes) {
   Reader in(bytes);
   T node{};
   read(in, node);

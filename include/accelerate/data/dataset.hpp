@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-/// What counts as a dataset. Nothing has to be derived from; torch::data's datasets fit as they are.
+/// What counts as a dataset. Nothing has to be derived from; torch::data's datasets fit as they
+/// are.
 namespace accelerate::data {
 
 namespace detail {
@@ -30,17 +31,24 @@ concept Sized = requires(D& dataset) {
   requires std::convertible_to<decltype(dataset.size()), std::optional<std::size_t>>;
 };
 template <class D>
-concept BatchIndexed = requires(D& dataset, c10::ArrayRef<std::size_t> indices) { dataset.get_batch(indices); };
+concept BatchIndexed = requires(D& dataset, c10::ArrayRef<std::size_t> indices) {
+  dataset.get_batch(indices);
+};
 template <class D>
-concept ItemIndexed = requires(D& dataset) { dataset.get(std::size_t(0)); };
+concept ItemIndexed = requires(D& dataset) {
+  dataset.get(std::size_t(0));
+};
 template <class D>
-concept Requested = requires(D& dataset) { dataset.get_batch(std::size_t(1)); };
+concept Requested = requires(D& dataset) {
+  dataset.get_batch(std::size_t(1));
+};
 }  // namespace detail
 
 /// Random access: `get_batch(c10::ArrayRef<size_t>)` or `get(size_t)`, and `size()`. All workers
 /// share one dataset, so with workers these must be safe to call from several threads.
 template <class D>
-concept IndexedDataset = detail::Sized<D> && (detail::BatchIndexed<D> || (detail::ItemIndexed<D> && !detail::Requested<D>));
+concept IndexedDataset = detail::Sized<D> &&
+    (detail::BatchIndexed<D> || (detail::ItemIndexed<D> && !detail::Requested<D>));
 
 /// A stream of examples: `std::optional<Example> next()`, and `reset()` or `reset(epoch)`, which
 /// starts the next pass. Optional: `skip(n)` to leave out n examples without reading them,
@@ -50,8 +58,9 @@ concept ExampleStream = requires(D& dataset) {
   requires detail::kIsOptional<std::remove_cvref_t<decltype(dataset.next())>>;
 };
 
-/// LibTorch's streams (StreamDataset, StatefulDataset, ChunkDataset): `get_batch(size_t)` gives that
-/// many examples as a vector, or one batch that is ready; an empty vector or optional ends the pass.
+/// LibTorch's streams (StreamDataset, StatefulDataset, ChunkDataset): `get_batch(size_t)` gives
+/// that many examples as a vector, or one batch that is ready; an empty vector or optional ends the
+/// pass.
 template <class D>
 concept BatchStream = !IndexedDataset<D> && !ExampleStream<D> && detail::Requested<D>;
 
@@ -70,13 +79,16 @@ template <class D>
 auto raw_batch() {
   if constexpr (IndexedDataset<D>) {
     if constexpr (BatchIndexed<D>) {
-      using Found = std::remove_cvref_t<decltype(std::declval<D&>().get_batch(c10::ArrayRef<std::size_t>()))>;
+      using Found =
+          std::remove_cvref_t<decltype(std::declval<D&>().get_batch(c10::ArrayRef<std::size_t>()))>;
       return std::type_identity<typename WithoutOptional<Found>::type>();
     } else {
-      return std::type_identity<std::vector<std::remove_cvref_t<decltype(std::declval<D&>().get(std::size_t(0)))>>>();
+      return std::type_identity<
+          std::vector<std::remove_cvref_t<decltype(std::declval<D&>().get(std::size_t(0)))>>>();
     }
   } else if constexpr (ExampleStream<D>) {
-    return std::type_identity<std::vector<typename std::remove_cvref_t<decltype(std::declval<D&>().next())>::value_type>>();
+    return std::type_identity<std::vector<
+        typename std::remove_cvref_t<decltype(std::declval<D&>().next())>::value_type>>();
   } else {
     using Found = std::remove_cvref_t<decltype(std::declval<D&>().get_batch(std::size_t(1)))>;
     return std::type_identity<typename WithoutOptional<Found>::type>();
@@ -87,7 +99,10 @@ using RawBatch = typename decltype(raw_batch<D>())::type;
 
 template <class D>
 std::optional<std::int64_t> size_of(const D& dataset) {
-  if constexpr (requires { requires std::convertible_to<decltype(dataset.size()), std::optional<std::size_t>>; }) {
+  if constexpr (requires {
+                  requires std::convertible_to<decltype(dataset.size()),
+                                               std::optional<std::size_t>>;
+                }) {
     const std::optional<std::size_t> size = dataset.size();
     if (!size) return std::nullopt;
     return static_cast<std::int64_t>(*size);

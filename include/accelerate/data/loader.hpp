@@ -5,6 +5,8 @@
 #include <accelerate/data/detail/loader_impl.hpp>
 #include <accelerate/data/plan.hpp>
 
+#include <nlohmann/json.hpp>
+
 #include <cstddef>
 #include <iterator>
 #include <memory>
@@ -28,7 +30,8 @@ class PreparedLoader {
   using BatchType = Batch;
   using value_type = Batch;
 
-  explicit PreparedLoader(std::shared_ptr<detail::LoaderImpl<Batch>> impl) : impl_(std::move(impl)) {}
+  explicit PreparedLoader(std::shared_ptr<detail::LoaderImpl<Batch>> impl)
+      : impl_(std::move(impl)) {}
 
   /// Ends the pass when it is destroyed.
   class Iterator {
@@ -58,8 +61,10 @@ class PreparedLoader {
 
    private:
     struct Pass {
-      explicit Pass(std::shared_ptr<detail::LoaderImpl<Batch>> loader = nullptr) : impl(std::move(loader)) {}
-      Pass(Pass&& other) noexcept : impl(std::move(other.impl)), begun(std::exchange(other.begun, false)) {}
+      explicit Pass(std::shared_ptr<detail::LoaderImpl<Batch>> loader = nullptr)
+          : impl(std::move(loader)) {}
+      Pass(Pass&& other) noexcept
+          : impl(std::move(other.impl)), begun(std::exchange(other.begun, false)) {}
       Pass& operator=(Pass&& other) noexcept {
         end();
         impl = std::move(other.impl);
@@ -94,9 +99,11 @@ class PreparedLoader {
   void set_epoch(std::int64_t epoch) { impl_->set_epoch(epoch); }
   const LoaderProgress& progress() const { return impl_->progress(); }
   const std::string& name() const { return impl_->name(); }
-  Json state_dict() const { return impl_->state_dict(); }
+  auto state_dict() const { return impl_->state_dict(); }
   void load_state_dict(const Json& state) { impl_->load_state_dict(state); }
-  PreparedLoader& skip_first_batches(std::int64_t batches) { return impl_->skip_first_batches(batches), *this; }
+  PreparedLoader& skip_first_batches(std::int64_t batches) {
+    return impl_->skip_first_batches(batches), *this;
+  }
 
   /// The loader apart from its batch type, for those that keep hold of loaders of any type.
   std::shared_ptr<LoaderCore> core() const { return impl_; }
@@ -121,5 +128,17 @@ auto prepare_loader(const LoaderPlan<Dataset, Collation>& plan, const LoaderCont
   impl->open();
   return PreparedLoader<Batch>(std::move(impl));
 }
+
+/// A loader that is prepared already stays as it is.
+template <class Batch>
+PreparedLoader<Batch> prepare_loader(const PreparedLoader<Batch>& loader, const LoaderContext&) {
+  return loader;
+}
+
+/// What `prepare_loader` takes.
+template <class T>
+concept Loadable = requires(T&& object, const LoaderContext& context) {
+  data::prepare_loader(std::forward<T>(object), context);
+};
 
 }  // namespace accelerate::data

@@ -74,7 +74,8 @@ struct Step {
 class StepPlanner {
  public:
   /// `length` where the number of units is known beforehand. `all_ranks`: plan every rank's part.
-  void begin(ShardRule rule, ShardFunction shard_by, std::optional<std::int64_t> length, bool all_ranks);
+  void begin(ShardRule rule, ShardFunction shard_by, std::optional<std::int64_t> length,
+             bool all_ranks);
   /// Plans the next step into `step`, indices excepted; false at the end. `ensure(end)` returns how
   /// many units are known to exist, having looked for `end`.
   bool next(Step& step, const std::function<std::int64_t(std::int64_t)>& ensure);

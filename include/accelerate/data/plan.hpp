@@ -37,17 +37,21 @@ template <class Dataset, class Collation = NoCollation>
 class LoaderPlan {
  public:
   using DatasetType = Dataset;
-  using BatchType = std::remove_cvref_t<std::invoke_result_t<Collation&, detail::RawBatch<Dataset>>>;
+  using BatchType =
+      std::remove_cvref_t<std::invoke_result_t<Collation&, detail::RawBatch<Dataset>>>;
 
   LoaderPlan(std::shared_ptr<Dataset> dataset, LoaderSettings settings, Collation collation = {})
-      : dataset_(std::move(dataset)), settings_(std::move(settings)), collation_(std::move(collation)) {}
+      : dataset_(std::move(dataset)),
+        settings_(std::move(settings)),
+        collation_(std::move(collation)) {}
 
   /// Makes batches with `function(what the dataset gives)`: of a vector of examples one batch, as
   /// collate::stack() and collate::pad() do, or of any batch another. Called by the workers, from
   /// several threads at once.
   template <class Function>
   LoaderPlan<Dataset, std::decay_t<Function>> collate(Function&& function) const {
-    LoaderPlan<Dataset, std::decay_t<Function>> plan(dataset_, settings_, std::forward<Function>(function));
+    LoaderPlan<Dataset, std::decay_t<Function>> plan(dataset_, settings_,
+                                                     std::forward<Function>(function));
     if (sampler_) plan.sampler(*sampler_);
     if constexpr (requires { std::decay_t<Function>::kVaryingShapes; }) {
       plan.varying_shapes(std::decay_t<Function>::kVaryingShapes);
@@ -140,20 +144,23 @@ std::shared_ptr<SharedType<T>> share(T&& value) {
 }  // namespace detail
 
 /// The plan of a loader over `dataset` (a value, or a shared_ptr to one), in random order unless
-/// `.shuffle(false)`; a stream comes in its own order. `options` is a torch::data::DataLoaderOptions
-/// or just a batch size. Batches always come in the order of the sampler (`enforce_ordering`).
+/// `.shuffle(false)`; a stream comes in its own order. `options` is a
+/// torch::data::DataLoaderOptions or just a batch size. Batches always come in the order of the
+/// sampler (`enforce_ordering`).
 template <class Dataset, detail::Options O>
-  requires AnyDataset<detail::SharedType<Dataset>>
-LoaderPlan<detail::SharedType<Dataset>> loader(Dataset&& dataset, const O& options) {
+requires AnyDataset<detail::SharedType<Dataset>> LoaderPlan<detail::SharedType<Dataset>> loader(
+    Dataset&& dataset, const O& options) {
   return {detail::share(std::forward<Dataset>(dataset)), detail::settings_of(options)};
 }
 
-/// The same in the order of `sampler`: any of torch::data::samplers, or a type with their interface,
-/// or one whose `next()` makes whole batches of indices.
+/// The same in the order of `sampler`: any of torch::data::samplers, or a type with their
+/// interface, or one whose `next()` makes whole batches of indices.
 template <class Dataset, class Sampler, detail::Options O>
-  requires IndexedDataset<detail::SharedType<Dataset>> && AnySampler<detail::SharedType<Sampler>>
-LoaderPlan<detail::SharedType<Dataset>> loader(Dataset&& dataset, Sampler&& sampler, const O& options) {
-  LoaderPlan<detail::SharedType<Dataset>> plan(detail::share(std::forward<Dataset>(dataset)), detail::settings_of(options));
+requires IndexedDataset<detail::SharedType<Dataset>> && AnySampler<detail::SharedType<Sampler>>
+    LoaderPlan<detail::SharedType<Dataset>> loader(Dataset&& dataset, Sampler&& sampler,
+                                                   const O& options) {
+  LoaderPlan<detail::SharedType<Dataset>> plan(detail::share(std::forward<Dataset>(dataset)),
+                                               detail::settings_of(options));
   plan.sampler(erase_sampler(detail::share(std::forward<Sampler>(sampler))));
   return plan;
 }

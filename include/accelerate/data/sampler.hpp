@@ -27,8 +27,8 @@ class DistributedSequentialSampler;
 namespace accelerate::data {
 
 /// Random order that is a function of seed and epoch alone, and so is equal on every process: the
-/// permutation that `torch.randperm` gives for seed + epoch, as in the original's class of this name.
-/// Has the interface of LibTorch's samplers, so it serves torch::data loaders too.
+/// permutation that `torch.randperm` gives for seed + epoch, as in the original's class of this
+/// name. Has the interface of LibTorch's samplers, so it serves torch::data loaders too.
 class SeedableRandomSampler {
  public:
   using BatchRequestType = std::vector<std::size_t>;
@@ -70,9 +70,9 @@ concept AnySampler = StreamSampler<S> || BatchSampler<S>;
 
 /// A sampler without its type. Fields are empty where the sampler cannot do a thing.
 struct ErasedSampler {
-  /// Begins a new order. LibTorch's default CPU generator is seeded alike on all processes around
-  /// this call.
-  std::function<void()> reset;
+  /// Begins a new order, of another size if one is given. LibTorch's default CPU generator is
+  /// seeded alike on all processes around this call.
+  std::function<void(std::optional<std::size_t> new_size)> reset;
   /// The next `count` indices; a batch sampler ignores `count`.
   std::function<std::optional<std::vector<std::size_t>>(std::size_t count)> next;
   std::function<void(torch::serialize::OutputArchive&)> save;
@@ -100,25 +100,26 @@ template <AnySampler S>
 ErasedSampler erase_sampler(std::shared_ptr<S> sampler) {
   ErasedSampler erased;
   if constexpr (StreamSampler<S>) {
-    erased.reset = [sampler] { sampler->reset(std::nullopt); };
+    erased.reset = [sampler](std::optional<std::size_t> size) { sampler->reset(size); };
     erased.next = [sampler](std::size_t count) { return sampler->next(count); };
   } else {
-    erased.reset = [sampler] { sampler->reset(); };
+    erased.reset = [sampler](std::optional<std::size_t>) { sampler->reset(); };
     erased.next = [sampler](std::size_t) { return sampler->next(); };
     erased.makes_batches = true;
   }
-  if constexpr (requires(S& s, torch::serialize::OutputArchive& out, torch::serialize::InputArchive& in) {
+  if constexpr (requires(S & s, torch::serialize::OutputArchive & out,
+                         torch::serialize::InputArchive & in) {
                   s.save(out);
                   s.load(in);
                 }) {
     erased.save = [sampler](torch::serialize::OutputArchive& archive) { sampler->save(archive); };
     erased.load = [sampler](torch::serialize::InputArchive& archive) { sampler->load(archive); };
   }
-  if constexpr (requires(S& s) { s.set_epoch(std::size_t(0)); }) {
+  if constexpr (requires(S & s) { s.set_epoch(std::size_t(0)); }) {
     erased.set_epoch = [sampler](std::int64_t epoch) { sampler->set_epoch(epoch); };
   }
   erased.reproducible = detail::kTorchSampler<S> || std::is_same_v<S, SeedableRandomSampler>;
-  erased.bounded = erased.reproducible || requires(S& s) { s.size(); };
+  erased.bounded = erased.reproducible || requires(S & s) { s.size(); };
   return erased;
 }
 
@@ -127,21 +128,21 @@ ErasedSampler erase_sampler(std::shared_ptr<S> sampler) {
 class IndexOrder {
  public:
   virtual ~IndexOrder() = default;
-  /// Starts the pass of `epoch`; `seed` decides what is random in it. With `resumed`, the state given
-  /// to `load_state` is that of this very pass.
+  /// Starts the pass of `epoch`; `seed` decides what is random in it. With `resumed`, the state
+  /// given to `load_state` is that of this very pass.
   virtual void begin(std::int64_t seed, std::int64_t epoch, bool resumed) = 0;
   /// Indices in the pass, where known before it ends.
   virtual std::optional<std::int64_t> size() const = 0;
   /// Looks ahead until position `end` - 1 is known to exist or the end is found. Returns the number
   /// of positions known to exist.
   virtual std::int64_t ensure(std::int64_t end) = 0;
-  /// Writes the indices at [first, first + count), all of them ensured. Positions before `first` are
-  /// forgotten, except the first `keep` of the pass.
+  /// Writes the indices at [first, first + count), all of them ensured. Positions before `first`
+  /// are forgotten, except the first `keep` of the pass.
   virtual void read(std::int64_t first, std::int64_t count, std::size_t* out) = 0;
   /// Positions from 0 that must stay readable.
   virtual void keep(std::int64_t) {}
-  /// State beyond seed and epoch, as bytes: that at the begin of the present pass, or that before the
-  /// next one. Empty when there is none.
+  /// State beyond seed and epoch, as bytes: that at the begin of the present pass, or that before
+  /// the next one. Empty when there is none.
   virtual std::string save_state(bool in_pass) { return {}; }
   virtual void load_state(const std::string& bytes);
 };
@@ -149,16 +150,19 @@ class IndexOrder {
 /// [offset, offset + size) in order, or in SeedableRandomSampler's.
 std::unique_ptr<IndexOrder> sequential_order(std::int64_t size, std::int64_t offset = 0);
 std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offset = 0);
-/// The order of a user's sampler that gives a stream.
-std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler);
+/// The order of a user's sampler that gives a stream. A bounded sampler that was made with the size
+/// 0 takes that of the dataset.
+std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler,
+                                          std::optional<std::int64_t> dataset_size = std::nullopt);
 
-/// Calls `function` while LibTorch's default CPU generator is seeded with `seed`; its own state comes
-/// back afterwards.
+/// Calls `function` while LibTorch's default CPU generator is seeded with `seed`; its own state
+/// comes back afterwards.
 void with_seeded_generator(std::int64_t seed, const std::function<void()>& function);
 /// A seed from LibTorch's default CPU generator.
 std::int64_t draw_seed();
 /// The state of a sampler or dataset that knows LibTorch's archives, as bytes.
 std::string archive_bytes(const std::function<void(torch::serialize::OutputArchive&)>& save);
-void from_archive_bytes(const std::string& bytes, const std::function<void(torch::serialize::InputArchive&)>& load);
+void from_archive_bytes(const std::string& bytes,
+                        const std::function<void(torch::serialize::InputArchive&)>& load);
 
 }  // namespace accelerate::data

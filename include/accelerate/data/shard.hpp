@@ -74,7 +74,8 @@ StepShare share_of_step(const ShardRule& rule, std::int64_t step, int rank, std:
 inline StepShare share_of_step(const ShardRule& rule, std::int64_t step, std::int64_t length) {
   return share_of_step(rule, step, rule.rank, length);
 }
-/// How far a stream of unknown length has to be looked at to know `step` and whether it is the last.
+/// How far a stream of unknown length has to be looked at to know `step` and whether it is the
+/// last.
 std::int64_t needed_length(const ShardRule& rule, std::int64_t step);
 /// Steps in which `rank` has a batch.
 std::int64_t count_steps(const ShardRule& rule, int rank, std::int64_t length);
@@ -83,7 +84,8 @@ std::int64_t remainder(const ShardRule& rule, std::int64_t length);
 /// The unit that stands at `position` >= `length`: the units of the first block, over and over.
 std::int64_t fill_position(const ShardRule& rule, std::int64_t position, std::int64_t length);
 /// The positions of a part, fill included.
-std::vector<std::int64_t> positions(const ShardRule& rule, const StepShare& share, std::int64_t length);
+std::vector<std::int64_t> positions(const ShardRule& rule, const StepShare& share,
+                                    std::int64_t length);
 
 /// [begin, end) of the `part`-th of `parts` contiguous, nearly equal parts of `length` units; the
 /// first ones get one more.

@@ -25,7 +25,8 @@ constexpr bool is_static_tree() {
   } else if constexpr (tree::detail::IsTupleLike<T>::value) {
     return []<std::size_t... I>(std::index_sequence<I...>) {
       return (is_static_tree<std::remove_cvref_t<std::tuple_element_t<I, T>>>() && ...);
-    }(std::make_index_sequence<std::tuple_size_v<T>>());
+    }
+    (std::make_index_sequence<std::tuple_size_v<T>>());
   } else {
     return false;
   }
@@ -77,7 +78,8 @@ class BatchCheck {
     }
     if constexpr (!is_static_tree<Tree>()) {
       std::vector<std::string> paths;
-      tree::for_each_leaf(tree, [&](const std::string& path, const auto&) { paths.push_back(path); });
+      tree::for_each_leaf(tree,
+                          [&](const std::string& path, const auto&) { paths.push_back(path); });
       if (paths != paths_) report_structure(paths, loader);
     }
     std::size_t index = 0;
@@ -101,8 +103,10 @@ class BatchCheck {
 
   void remember(const std::string& path, const at::Tensor& tensor, bool varying_shapes);
   void remember(const std::string& path);
-  [[noreturn]] void report(const Leaf& leaf, const at::Tensor& found, bool varying_shapes, const std::string& loader) const;
-  [[noreturn]] void report_structure(const std::vector<std::string>& found, const std::string& loader) const;
+  [[noreturn]] void report(const Leaf& leaf, const at::Tensor& found, bool varying_shapes,
+                           const std::string& loader) const;
+  [[noreturn]] void report_structure(const std::vector<std::string>& found,
+                                     const std::string& loader) const;
 
   bool known_ = false;
   std::vector<Leaf> leaves_;

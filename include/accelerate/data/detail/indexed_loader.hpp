@@ -16,13 +16,15 @@ namespace accelerate::data::detail {
 class IndexPlanner {
  public:
   /// Throws for an empty dataset, and for settings that leave a process without samples.
-  IndexPlanner(std::optional<std::int64_t> dataset_size, const std::optional<ErasedSampler>& sampler,
-               const LoaderSettings& settings, const LoaderContext& context);
+  IndexPlanner(std::optional<std::int64_t> dataset_size,
+               const std::optional<ErasedSampler>& sampler, const LoaderSettings& settings,
+               const LoaderContext& context);
   ~IndexPlanner();
 
   /// Indices in a pass, on this node.
   std::optional<std::int64_t> size() const;
-  void begin(std::int64_t seed, std::int64_t epoch, bool resumed, const ShardRule& rule, const ShardFunction& shard_by, bool all_ranks);
+  void begin(std::int64_t seed, std::int64_t epoch, bool resumed, const ShardRule& rule,
+             const ShardFunction& shard_by, bool all_ranks);
   /// Plans the next step with its indices.
   bool next(Step& step);
   IndexOrder& order() const { return *order_; }
@@ -46,30 +48,38 @@ class IndexedLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Colla
         planner_(size_of(*dataset_), plan.sampler(), plan.settings(), context) {}
   ~IndexedLoader() override { this->close(); }
 
-  void open() { Base::open(true, this->context_.configuration.dispatch_batches().value_or(false) && this->context_.group.size() > 1); }
+  void open() {
+    Base::open(true, this->context_.configuration.dispatch_batches().value_or(false) &&
+                         this->context_.group.size() > 1);
+  }
 
  private:
   std::optional<std::int64_t> stream_length() const override { return planner_.size(); }
   std::optional<std::int64_t> dataset_size() const override { return size_of(*dataset_); }
-  std::string save_stream(bool in_pass) const override { return planner_.order().save_state(in_pass); }
+  std::string save_stream(bool in_pass) const override {
+    return planner_.order().save_state(in_pass);
+  }
   void load_stream(const std::string& bytes) override { planner_.order().load_state(bytes); }
 
   void begin_stream(const typename Base::Pass& pass) override {
-    planner_.begin(pass.seed, pass.epoch, pass.resumed, pass.rule, this->settings_.shard_by, this->dispatches());
+    planner_.begin(pass.seed, pass.epoch, pass.resumed, pass.rule, this->settings_.shard_by,
+                   this->dispatches());
   }
   bool plan(Step& step) override { return planner_.next(step); }
 
   Batch read(Step& step, std::size_t part) override {
     std::size_t first = 0;
     for (std::size_t i = 0; i < part; ++i) first += static_cast<std::size_t>(step.shares[i].count);
-    return collation_(raw(c10::ArrayRef<std::size_t>(step.indices.data() + first, static_cast<std::size_t>(step.shares[part].count))));
+    return collation_(raw(c10::ArrayRef<std::size_t>(
+        step.indices.data() + first, static_cast<std::size_t>(step.shares[part].count))));
   }
 
   RawBatch<Dataset> raw(c10::ArrayRef<std::size_t> indices) {
     if constexpr (BatchIndexed<Dataset>) {
       auto batch = dataset_->get_batch(indices);
       if constexpr (kIsOptional<decltype(batch)>) {
-        if (!batch) throw DataError("get_batch gave nothing for indices that lie inside the dataset");
+        if (!batch)
+          throw DataError("get_batch gave nothing for indices that lie inside the dataset");
         return std::move(*batch);
       } else {
         return batch;

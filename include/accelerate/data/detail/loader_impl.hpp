@@ -36,7 +36,8 @@ struct Dispatched {
 template <class Batch>
 class LoaderImpl : public LoaderCore {
  public:
-  LoaderImpl(LoaderSettings settings, LoaderContext context) : LoaderCore(std::move(settings), std::move(context)) {}
+  LoaderImpl(LoaderSettings settings, LoaderContext context)
+      : LoaderCore(std::move(settings), std::move(context)) {}
 
   /// Call once after construction: threads may start, which need the whole object.
   void open(bool concurrent, bool dispatch) {
@@ -44,26 +45,31 @@ class LoaderImpl : public LoaderCore {
     if constexpr (TensorTree<Batch>) {
       if (context_.device_placement) {
         const auto& configuration = context_.configuration;
-        transfer_ = std::make_unique<DeviceTransfer>(context_.device, configuration.non_blocking(), configuration.pin_memory(),
+        transfer_ = std::make_unique<DeviceTransfer>(context_.device, configuration.non_blocking(),
+                                                     configuration.pin_memory(),
                                                      configuration.prefetch_to_device() > 0);
-        if (transfer_->asynchronous()) ahead_ = static_cast<std::size_t>(configuration.prefetch_to_device());
+        if (transfer_->asynchronous())
+          ahead_ = static_cast<std::size_t>(configuration.prefetch_to_device());
       }
     }
     if (!dispatch) {
       batches_ = std::make_unique<Pipeline<Batch>>(
-          settings_.workers, settings_.max_jobs, concurrent, [this](Step& step) { return plan(step); },
+          settings_.workers, settings_.max_jobs, concurrent,
+          [this](Step& step) { return plan(step); },
           [this](Step& step) { return staged(read(step, 0)); });
       return;
     }
     if constexpr (TensorTree<Batch> && std::is_default_constructible_v<Batch>) {
       if (context_.group.rank() == 0) {
         parts_ = std::make_unique<Pipeline<std::vector<std::string>>>(
-            settings_.workers, settings_.max_jobs, concurrent, [this](Step& step) { return plan(step); },
+            settings_.workers, settings_.max_jobs, concurrent,
+            [this](Step& step) { return plan(step); },
             [this](Step& step) { return encode_parts(step); });
       }
     } else {
       throw UnsupportedError("dispatch_batches was asked for the loader '" + name() +
-                             "', and its batches cannot be sent to another process: they must be default-constructible trees of tensors, "
+                             "', and its batches cannot be sent to another process: they must be "
+                             "default-constructible trees of tensors, "
                              "numbers and strings (see TreeTraits). Switch dispatch_batches off.");
     }
   }
@@ -168,7 +174,8 @@ class LoaderImpl : public LoaderCore {
     if (batches_) {
       try {
         if (auto* slot = batches_->next(settings_.timeout, [this] { time_out(); })) {
-          next = {std::move(slot->item), slot->step.shares.front(), slot->step.remainder, slot->step.position_after, nullptr};
+          next = {std::move(slot->item), slot->step.shares.front(), slot->step.remainder,
+                  slot->step.position_after, nullptr};
           slot->item.reset();
           found = true;
         }
@@ -247,7 +254,8 @@ class LoaderImpl : public LoaderCore {
       }
       const Dispatched message = Dispatched::decode(context_.group.scatter_bytes(parts));
       if (error) std::rethrow_exception(error);
-      if (message.kind == Dispatched::Kind::error) throw DataError("Process 0 could not read for the others: " + message.payload);
+      if (message.kind == Dispatched::Kind::error)
+        throw DataError("Process 0 could not read for the others: " + message.payload);
       ended_ = message.kind == Dispatched::Kind::end || message.share.last;
       if (message.kind == Dispatched::Kind::end) return false;
       next.batch.emplace(tree::decode<Batch>(message.payload));
@@ -286,7 +294,8 @@ class LoaderImpl : public LoaderCore {
       if (!transfer_) return;
       const auto moves = [&] {
         tree::for_each_tensor(*ready.batch, [&](at::Tensor& tensor) {
-          if (tensor.defined() && tensor.device() != transfer_->device()) tensor = transfer_->move(tensor);
+          if (tensor.defined() && tensor.device() != transfer_->device())
+            tensor = transfer_->move(tensor);
         });
       };
       if (transfer_->asynchronous()) {

@@ -24,19 +24,20 @@ class Pipeline {
     bool end = false;
   };
 
-  Pipeline(std::int64_t workers, std::int64_t max_jobs, bool concurrent, std::function<bool(Step&)> plan,
-           std::function<Item(Step&)> read)
+  Pipeline(std::int64_t workers, std::int64_t max_jobs, bool concurrent,
+           std::function<bool(Step&)> plan, std::function<Item(Step&)> read)
       : plan_(std::move(plan)), read_(std::move(read)), concurrent_(concurrent) {
     slots_.resize(workers > 0 ? static_cast<std::size_t>(std::max(max_jobs, workers)) : 1);
     if (workers > 0) {
-      prefetcher_ = std::make_unique<Prefetcher>(concurrent ? workers : 1, slots_.size(), [this](std::size_t i) {
-        Slot& slot = slots_[i];
-        if (!concurrent_ && !plan_(slot.step)) {
-          slot.end = true;
-        } else {
-          slot.item.emplace(read_(slot.step));
-        }
-      });
+      prefetcher_ = std::make_unique<Prefetcher>(concurrent ? workers : 1, slots_.size(),
+                                                 [this](std::size_t i) {
+                                                   Slot& slot = slots_[i];
+                                                   if (!concurrent_ && !plan_(slot.step)) {
+                                                     slot.end = true;
+                                                   } else {
+                                                     slot.item.emplace(read_(slot.step));
+                                                   }
+                                                 });
     }
   }
 
@@ -55,7 +56,8 @@ class Pipeline {
 
   /// The next step with its item; null at the end. The slot is the caller's until `next` or `stop`.
   /// An exception leaves the slot of the step that failed in `failed()`.
-  Slot* next(std::optional<std::chrono::milliseconds> timeout, const std::function<void()>& timed_out) {
+  Slot* next(std::optional<std::chrono::milliseconds> timeout,
+             const std::function<void()>& timed_out) {
     if (!prefetcher_) {
       Slot& slot = slots_.front();
       failed_ = &slot;

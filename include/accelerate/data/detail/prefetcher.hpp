@@ -13,9 +13,9 @@
 
 namespace accelerate::data::detail {
 
-/// Worker threads that fill numbered slots. The caller submits a slot, waits for it, takes what is in
-/// it, and submits it again; it does so in the order of its batches, so order is kept however long
-/// each slot takes.
+/// Worker threads that fill numbered slots. The caller submits a slot, waits for it, takes what is
+/// in it, and submits it again; it does so in the order of its batches, so order is kept however
+/// long each slot takes.
 class Prefetcher {
  public:
   /// `work(slot)` runs on one of `threads` threads; what it throws comes out of `wait(slot)`.
