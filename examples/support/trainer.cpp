@@ -116,9 +116,9 @@ class Checksum {
 // micro-batch by micro-batch, rank by rank.
 std::string sample_ids_checksum(const std::vector<Json>& by_rank) {
   Checksum checksum;
-  for (std::size_t batch = 0; batch < by_rank.front().size(); ++batch) {
-    for (const Json& batches : by_rank) {
-      for (const auto& id : batches.at(batch)) {
+  for (std::size_t batch = 0; batch < by_rank.front().at("batches").size(); ++batch) {
+    for (const Json& rank : by_rank) {
+      for (const auto& id : rank.at("batches").at(batch)) {
         const auto value = id.get<std::int64_t>();
         checksum.add(&value, sizeof value);
       }
@@ -218,7 +218,7 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   summary["parameter_count"] = parameter_count;
   summary["parameter_norm"] = std::sqrt(squares);
   summary["parameter_checksum"] = parameter_checksum.text();
-  summary["sample_ids_checksum"] = sample_ids_checksum(accelerator_.gather_object(own_ids));
+  summary["sample_ids_checksum"] = sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
   return summary;
 }
 
