@@ -298,6 +298,46 @@ TEST(Checks, ABatchUnlikeTheOthersIsAnError) {
   EXPECT_EQ(message([](auto& batch) { batch["image"] = at::zeros({1, 4}); }), "nothing was thrown");
 }
 
+TEST(Device, BatchesArriveOnTheAcceleratorCUDA) {
+  if (!at::hasCUDA())
+    GTEST_SKIP() << "No CUDA device: copies to an accelerator are not tested here.";
+  for (const std::size_t workers : {0, 2}) {
+    for (const std::int64_t ahead : {0, 1, 3}) {
+      auto chosen = context();
+      chosen.device = at::Device(at::kCUDA, 0);
+      chosen.configuration.prefetch_to_device(ahead);
+      auto loader = data::prepare_loader(data::loader(stacked(500), options(7, workers)), chosen);
+      auto host = data::prepare_loader(data::loader(stacked(500), 7), context());
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        Batches found;
+        for (auto& batch : loader) {
+          EXPECT_EQ(batch.data.device(), chosen.device);
+          EXPECT_EQ(batch.target.device(), chosen.device);
+          found.push_back(values(batch.target));
+        }
+        EXPECT_EQ(found, pass(host));
+      }
+      // Reading ahead does not move the saved position or the end flag.
+      for (auto& batch : loader) {
+        (void)batch;
+        EXPECT_EQ(loader.state_dict()["position"], 7 * loader.progress().batches);
+        EXPECT_FALSE(loader.progress().end_of_dataloader);
+        if (loader.progress().batches == 5) break;
+      }
+    }
+  }
+}
+
+TEST(Device, BatchesStayWhereTheyAreWithoutDevicePlacement) {
+  auto chosen = context();
+  chosen.device = at::kMeta;
+  auto moved = data::prepare_loader(data::loader(stacked(4), 2), chosen);
+  for (auto& batch : moved) EXPECT_TRUE(batch.data.is_meta());
+  chosen.device_placement = false;
+  auto left = data::prepare_loader(data::loader(stacked(4), 2), chosen);
+  for (auto& batch : left) EXPECT_TRUE(batch.data.is_cpu());
+}
+
 enum class Color { red, green };
 
 TEST(TreeCodec, KeepsEverything) {
