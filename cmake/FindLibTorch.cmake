@@ -99,6 +99,10 @@ add_library(accelerate::libtorch INTERFACE IMPORTED GLOBAL)
 set_target_properties(accelerate::libtorch PROPERTIES
   INTERFACE_INCLUDE_DIRECTORIES "${LibTorch_ROOT}/include;${LibTorch_ROOT}/include/torch/csrc/api/include"
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO")
+# libtorch.so exports a std::filesystem of its own, part of which crashes (remove_all). Whoever comes
+# first is used, so the C++ library has to come before it.
+set_property(TARGET accelerate::libtorch APPEND PROPERTY INTERFACE_LINK_OPTIONS
+  "LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state")
 set(_libtorch_libraries "${LibTorch_ROOT}/lib/libtorch.so" "${LibTorch_ROOT}/lib/libtorch_cpu.so" "${LibTorch_ROOT}/lib/libc10.so")
 if(LibTorch_HAS_CUDA)
   # Nothing names a symbol of these, and their registrations are what makes CUDA tensors work.
