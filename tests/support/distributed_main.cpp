@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include <iostream>
+#include <string>
 
 namespace accelerate::testing {
 namespace {
@@ -19,13 +20,16 @@ comm::Group the_world;
 
 /// Prints which rank failed; the failures of ranks other than 0 are all that they print.
 class RankPrinter : public ::testing::EmptyTestEventListener {
+  // GoogleTest may not be asked for the current test while it reports one of its results.
+  void OnTestStart(const ::testing::TestInfo& test) override { test_ = test.name(); }
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::cerr << "[rank " << the_world.rank() << "] " << (test ? test->name() : "") << ": "
+    std::cerr << "[rank " << the_world.rank() << "] " << test_ << ": "
               << (result.file_name() ? result.file_name() : "") << ":" << result.line_number()
               << ": " << result.message() << std::endl;
   }
+
+  std::string test_;
 };
 
 }  // namespace
