@@ -1,7 +1,8 @@
 # Finds MPI's C interface without enabling the C language, which CMake's own FindMPI needs for it: a
 # program that uses this library should get by with `project(app LANGUAGES CXX)`.
 #
-#   accelerate::mpi   headers and library of MPI
+#   accelerate::mpi      headers and library of MPI
+#   MPIEXEC_EXECUTABLE   what starts a program under it, if found
 #
 # The compiler wrapper `mpicc` is asked where they are (OpenMPI, MPICH and Intel MPI all answer to
 # -show with a command line); without one the usual folders are searched.
@@ -31,7 +32,8 @@ if(MpiC_COMPILER)
 endif()
 find_path(MpiC_INCLUDE_DIR mpi.h HINTS ${_mpic_includes} PATH_SUFFIXES openmpi mpich mpi)
 find_library(MpiC_LIBRARY NAMES ${_mpic_names} mpi mpich HINTS ${_mpic_folders} PATH_SUFFIXES openmpi/lib mpich/lib)
-mark_as_advanced(MpiC_INCLUDE_DIR MpiC_LIBRARY)
+find_program(MPIEXEC_EXECUTABLE NAMES mpiexec mpirun DOC "Starts programs under MPI")
+mark_as_advanced(MpiC_INCLUDE_DIR MpiC_LIBRARY MPIEXEC_EXECUTABLE)
 
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(MpiC REQUIRED_VARS MpiC_LIBRARY MpiC_INCLUDE_DIR)

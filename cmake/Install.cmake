@@ -1,5 +1,6 @@
-# What `cmake --install` puts where. The package is relocatable: nothing in it names a folder of the
-# machine it was built on, and the Config file finds every dependency anew.
+# What `cmake --install` puts where. The package can be moved: its CMake files name no folder of the machine it
+# was built on, and find every dependency anew. (A shared libaccelerate.so also looks for LibTorch where it
+# was built; a program that links both brings its own path.)
 include(CMakePackageConfigHelpers)
 
 set(_package "${CMAKE_INSTALL_LIBDIR}/cmake/accelerate")

@@ -73,8 +73,7 @@ configure() {
     rm -f "$log"
     fail "CMake could not configure the build; its reasons stand above."
   fi
-  # What CMake says of interest: what it found, and warnings.
-  grep -E '^-- accelerate:|CMake Warning|^  ' "$log" >&2 || true
+  if grep -q 'CMake Warning' "$log"; then cat "$log" >&2; else grep '^-- accelerate:' "$log" >&2 || true; fi
   rm -f "$log"
 }
 
@@ -83,5 +82,5 @@ build() {
   local jobs
   jobs=$(job_count)
   say "Building $* with $jobs jobs (from nothing: some 10 minutes on two cores; later only what changed)"
-  "$(cmake_command)" --build "$BUILD" --parallel "$jobs" --target "$@" >&2
+  "$(cmake_command)" --build --preset default --parallel "$jobs" --target "$@" >&2
 }

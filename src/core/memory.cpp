@@ -1,6 +1,7 @@
 #include "core/cuda_devices.hpp"
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory.hpp>
 
@@ -125,6 +126,7 @@ void BatchSizeSearch::reduce() {
       std::throw_with_nested(OutOfMemoryError(message));
     }
   }
+  log::info(text::concat("Memory ran out with batch size ", size_, "; trying ", next, "."));
   size_ = next;
 }
 
@@ -151,6 +153,11 @@ bool BatchSizeSearch::agree(const std::exception_ptr& error) {
   }
   std::vector<std::string> gathered{mine.encode()};
   if (gather_) {
+    if (mine.kind == Kind::out_of_memory) {
+      log::warning(
+          text::concat("Memory ran out with batch size ", size_, "; waiting for the other ranks."),
+          log::Ranks::all);
+    }
     try {
       gathered = gather_(mine.encode());
     } catch (...) {

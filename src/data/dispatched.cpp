@@ -6,9 +6,10 @@ namespace accelerate::data::detail {
 std::string Dispatched::encode() const {
   tree::Writer out;
   for (const std::int64_t value :
-       {static_cast<std::int64_t>(kind), static_cast<std::int64_t>(share.exists),
-        static_cast<std::int64_t>(share.last), share.first, share.count, share.real,
-        share.global_count, share.global_real, remainder, position_after}) {
+       {static_cast<std::int64_t>(kind), static_cast<std::int64_t>(final),
+        static_cast<std::int64_t>(share.exists), static_cast<std::int64_t>(share.last), share.first,
+        share.count, share.real, share.global_count, share.global_real, remainder,
+        position_after}) {
     out.integer(value);
   }
   out.text(payload);
@@ -19,6 +20,7 @@ Dispatched Dispatched::decode(const std::string& bytes) {
   tree::Reader in(bytes);
   Dispatched message;
   message.kind = static_cast<Kind>(in.integer());
+  message.final = in.integer() != 0;
   message.share.exists = in.integer() != 0;
   message.share.last = in.integer() != 0;
   message.share.first = in.integer();

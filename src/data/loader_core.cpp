@@ -75,7 +75,8 @@ bool StepPlanner::next(Step& step, const std::function<std::int64_t(std::int64_t
   }
   if (!any) return false;
   step.remainder = -1;
-  if (!shard_by_ && (length_ || rule_.drop_last || step.shares.front().last)) {
+  const bool end_known = length_ || step.length < needed_length(rule_, next_);
+  if (!shard_by_ && (rule_.drop_last || end_known)) {
     step.remainder = remainder(rule_, rule_.pace > 0 ? rule_.pace : step.length);
   }
   step.position_after = rule_.origin + (next_ + 1) * rule_.block();
@@ -222,7 +223,8 @@ LoaderCore::Pass LoaderCore::begin_pass() {
   loaded_stream_.clear();
   loaded_in_pass_ = next_epoch_was_set_ = left_early_ = false;
   progress_ = LoaderProgress();
-  progress_.fill_is_last = !context_.configuration.by_node() && !settings_.shard_by;
+  progress_.fill_is_last =
+      context_.configuration.even_batches() && !context_.configuration.by_node() && !settings_.shard_by;
   in_pass_ = true;
   if (context_.observer) context_.observer->loader_begins(progress_);
   return pass_;

@@ -81,14 +81,7 @@ class SamplerOrder final : public IndexOrder {
   }
 
   void begin(std::int64_t seed, std::int64_t epoch, bool resumed) override {
-    if (!resumed || loaded_.empty()) {
-      if (sampler_.set_epoch) sampler_.set_epoch(epoch);
-      if (!loaded_.empty()) restore();
-      with_seeded_generator(seed, [&] { sampler_.reset(std::nullopt); });
-    } else {
-      restore();
-    }
-    loaded_.clear();
+    begin_sampler(sampler_, std::exchange(loaded_, {}), seed, epoch, resumed);
     at_begin_ = save_state(false);
     window_.clear();
     base_ = 0;
@@ -144,13 +137,6 @@ class SamplerOrder final : public IndexOrder {
  private:
   // Halved because samplers add it to a position.
   static constexpr std::size_t kEverything = std::numeric_limits<std::int64_t>::max() / 2;
-
-  void restore() {
-    if (!sampler_.load)
-      throw DataError(
-          "The state of a sampler was saved, and the sampler given now has no load() to take it.");
-    from_archive_bytes(loaded_, sampler_.load);
-  }
 
   ErasedSampler sampler_;
   std::optional<std::int64_t> size_;
@@ -223,6 +209,20 @@ std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offse
 std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler,
                                           std::optional<std::int64_t> dataset_size) {
   return std::make_unique<SamplerOrder>(std::move(sampler), dataset_size);
+}
+
+void begin_sampler(const ErasedSampler& sampler, const std::string& state, std::int64_t seed,
+                   std::int64_t epoch, bool resumed) {
+  if (!state.empty()) {
+    if (!sampler.load) {
+      throw DataError(
+          "The state of a sampler was saved, and the sampler given now has no load() to take it.");
+    }
+    from_archive_bytes(state, sampler.load);
+    if (resumed) return;
+  }
+  if (sampler.set_epoch) sampler.set_epoch(epoch);
+  with_seeded_generator(seed, [&] { sampler.reset(std::nullopt); });
 }
 
 void with_seeded_generator(std::int64_t seed, const std::function<void()>& function) {

@@ -15,9 +15,8 @@ std::int64_t whole_groups(const ShardRule& rule, std::int64_t pace) {
   return std::max<std::int64_t>(pace - rule.origin, 0) / (rule.block() * rule.group) * rule.group;
 }
 
-}  // namespace
-
-StepShare share_of_step(const ShardRule& rule, std::int64_t step, int rank, std::int64_t length) {
+// All but `last`.
+StepShare part_of_step(const ShardRule& rule, std::int64_t step, int rank, std::int64_t length) {
   const std::int64_t block = rule.block();
   const std::int64_t start = rule.origin + step * block;
   const std::int64_t pace = pace_of(rule, length);
@@ -38,12 +37,20 @@ StepShare share_of_step(const ShardRule& rule, std::int64_t step, int rank, std:
   share.real = std::clamp<std::int64_t>(length - share.first, 0, share.count);
   share.global_real = std::clamp<std::int64_t>(length - start, 0, share.global_count);
   share.exists = share.count > 0;
+  return share;
+}
+
+}  // namespace
+
+StepShare share_of_step(const ShardRule& rule, std::int64_t step, int rank, std::int64_t length) {
+  StepShare share = part_of_step(rule, step, rank, length);
   if (!share.exists) return share;
+  const std::int64_t pace = pace_of(rule, length);
   if (rule.drop_last) {
     share.last = step == whole_groups(rule, pace) - 1;
   } else {
-    share.last =
-        left <= block || (!rule.even && !share_of_step(rule, step + 1, rank, length).exists);
+    const bool last_block = pace - rule.origin - step * rule.block() <= rule.block();
+    share.last = last_block || (!rule.even && !part_of_step(rule, step + 1, rank, length).exists);
   }
   return share;
 }

@@ -145,6 +145,7 @@ void OptimizerCore::zero_grad(bool set_to_none) {
       gradient.zero_();
     }
   }
+  if (scaler_ != nullptr) scaler_->forget(optimizer_.get());
   gradients_->end_window();
   for (const auto& strategy : strategies_) strategy->after_step();
 }

@@ -50,6 +50,14 @@ void GradScaler::start(const at::Device& device) {
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!enabled()) return loss;
   apply_pending_update();
+  for (const auto& [key, state] : optimizers_) {
+    if (state.stage == Stage::unscaled && state.has_gradients) {
+      throw PrecisionError(
+          "A loss is to be scaled while an optimizer has gradients that were unscaled (by "
+          "clipping, for example) and not stepped with. Clip in the last micro-batch of a window "
+          "only, then step the optimizer or clear its gradients with its zero_grad().");
+    }
+  }
   if (!scale_.defined()) start(loss.device());
   return loss.mul(scale_.to(loss.device(), /*non_blocking=*/true));
 }
@@ -112,16 +120,17 @@ void GradScaler::unscale_(const void* optimizer, const std::vector<at::Tensor>& 
       found = at::maximum(found, there.to(home, /*non_blocking=*/true));
     }
   }
-  if (group_.size() > 1) {
-    // A rank may own no gradient at all (a sharded model) and takes part all the same.
-    group_.all_reduce(found, comm::ReduceOp::max).wait();
-  } else if (groups.empty()) {
-    throw PrecisionError(
-        "The optimizer is about to step, and none of its parameters has a gradient. Run "
-        "Accelerator::backward on a loss that depends on them first.");
-  }
+  // A rank may own no gradient at all (a sharded model) and takes part all the same.
+  group_.all_reduce(found, comm::ReduceOp::max).wait();
+  state.has_gradients = !groups.empty();
   state.found_inf = std::move(found);
   state.stage = Stage::unscaled;
+}
+
+void GradScaler::forget(const void* optimizer) {
+  const auto found = optimizers_.find(optimizer);
+  if (found != optimizers_.end() && found->second.stage == Stage::unscaled)
+    optimizers_.erase(found);
 }
 
 bool GradScaler::unscaled(const void* optimizer) const {
@@ -148,6 +157,11 @@ void GradScaler::mark_stepped(const void* optimizer) {
   }
   if (state.stage == Stage::ready)
     throw PrecisionError("The optimizer is to step with gradients that were not unscaled.");
+  if (!state.has_gradients && group_.size() == 1) {
+    throw PrecisionError(
+        "The optimizer is to step, and none of its parameters has a gradient. Run "
+        "Accelerator::backward on a loss that depends on them first.");
+  }
   state.stage = Stage::stepped;
 }
 

@@ -1,8 +1,13 @@
 #pragma once
 
+#include <accelerate/data/loader_core.hpp>
+
+#include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/tensor.h>
 #include <torch/data/dataloader_options.h>
 #include <torch/data/datasets/base.h>
@@ -15,6 +20,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace data_test {
@@ -49,6 +55,30 @@ std::vector<std::vector<std::int64_t>> pass(Loader& loader) {
   std::vector<std::vector<std::int64_t>> batches;
   for (auto& batch : loader) batches.push_back(values(batch.target));
   return batches;
+}
+
+using Batches = std::vector<std::vector<std::int64_t>>;
+
+inline std::vector<std::int64_t> flat(const Batches& batches) {
+  std::vector<std::int64_t> all;
+  for (const auto& batch : batches) all.insert(all.end(), batch.begin(), batch.end());
+  return all;
+}
+
+inline accelerate::data::LoaderContext context(std::int64_t seed = 42) {
+  accelerate::data::LoaderContext context;
+  context.seed = seed;
+  return context;
+}
+
+template <class Function>
+std::string message_of(Function&& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
 }
 
 inline torch::data::DataLoaderOptions options(std::size_t batch, std::size_t workers = 0) {

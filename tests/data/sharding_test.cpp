@@ -27,8 +27,8 @@ class ShardingParity : public ::testing::Test {
   }
 };
 
-// The batches of a rank over a stream of `length` units. With `lazy` the rule is told only as much of
-// the length as it asked for.
+// The batches of a rank over a stream of `length` units. With `lazy` the rule is told only as much
+// of the length as it asked for.
 Batches batches_of(const ShardRule& rule, std::int64_t length, bool lazy) {
   Batches found;
   for (std::int64_t step = 0;; ++step) {
@@ -43,7 +43,8 @@ Batches batches_of(const ShardRule& rule, std::int64_t length, bool lazy) {
 
 void compare(ShardRule rule, std::int64_t length, const Json& expected, const std::string& what) {
   for (rule.rank = 0; rule.rank < rule.world; ++rule.rank) {
-    SCOPED_TRACE(what + ", rank " + std::to_string(rule.rank) + " of " + std::to_string(rule.world));
+    SCOPED_TRACE(what + ", rank " + std::to_string(rule.rank) + " of " +
+                 std::to_string(rule.world));
     const Batches wanted = expected[rule.rank].get<Batches>();
     const Batches found = batches_of(rule, length, false);
     EXPECT_EQ(found, wanted);
@@ -54,8 +55,10 @@ void compare(ShardRule rule, std::int64_t length, const Json& expected, const st
     for (std::size_t skipped = 1; skipped <= wanted.size(); skipped += 2) {
       ShardRule later = rule;
       later.origin = static_cast<std::int64_t>(skipped) * rule.block();
-      EXPECT_EQ(batches_of(later, length, true), Batches(wanted.begin() + skipped, wanted.end())) << "from " << skipped;
-      EXPECT_EQ(count_steps(later, rule.rank, length), static_cast<std::int64_t>(wanted.size() - skipped));
+      EXPECT_EQ(batches_of(later, length, true), Batches(wanted.begin() + skipped, wanted.end()))
+          << "from " << skipped;
+      EXPECT_EQ(count_steps(later, rule.rank, length),
+                static_cast<std::int64_t>(wanted.size() - skipped));
     }
   }
 }
@@ -148,7 +151,8 @@ TEST(Sharding, LastStepOfADispatcherIsSpread) {
   EXPECT_EQ(positions(rule, share_of_step(rule, 2, 1, 9), 9), (std::vector<std::int64_t>{0}));
   rule.world = 4;
   for (int rank = 0; rank < 4; ++rank) {
-    EXPECT_EQ(positions(rule, share_of_step(rule, 1, rank, 11), 11), (std::vector<std::int64_t>{rank < 3 ? 8 + rank : 0}));
+    EXPECT_EQ(positions(rule, share_of_step(rule, 1, rank, 11), 11),
+              (std::vector<std::int64_t>{rank < 3 ? 8 + rank : 0}));
   }
   EXPECT_EQ(remainder(rule, 11), 3);
 }
@@ -190,7 +194,12 @@ TEST(Sharding, AStepFarAwayIsArithmetic) {
   rule.world = 8;
   rule.rank = 7;
   const std::int64_t length = std::numeric_limits<std::int64_t>::max() / 4;
-  EXPECT_EQ(share_of_step(rule, 1'000'000'000'000, length).first, 1'000'000'000'000 * 256 + 7 * 32);
+  for (const bool even : {true, false}) {
+    rule.even = even;
+    EXPECT_EQ(share_of_step(rule, 1'000'000'000'000, length).first,
+              1'000'000'000'000 * 256 + 7 * 32);
+    EXPECT_FALSE(share_of_step(rule, 1'000'000'000'000, length).last);
+  }
 }
 
 TEST(Sharding, ContiguousParts) {

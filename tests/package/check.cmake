@@ -27,7 +27,9 @@ list(JOIN path ":" path)
 set(ENV{PATH} "${path}")
 unset(ENV{CUDA_HOME})
 unset(ENV{CUDA_PATH})
-set(ENV{CCACHE_NOHASHDIR} 1)  # One compilation serves every folder it is built in.
+# One compilation serves every folder it is built in.
+set(ENV{CCACHE_NOHASHDIR} 1)
+unset(ENV{CCACHE_BASEDIR})
 
 file(REMOVE_RECURSE "${WORK}")
 set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX}" "-DCMAKE_CXX_COMPILER_LAUNCHER=${CCACHE}" -DCMAKE_BUILD_TYPE=RelWithDebInfo)

@@ -132,8 +132,15 @@ auto find_executable_batch_size(Function&& function, const BatchSizeOptions& opt
                                 const Group& group) {
   detail::BatchSizeSearch::Gather gather;
   if (group.size() > 1) {
-    gather = [agreement = group.split(0, group.rank(), "batch_size")](const std::string& mine) {
-      return agreement.all_gather_bytes(mine);
+    // Ranks that ran out of memory come first and wait until the others' collective times out,
+    // which is when their own wait does: the second group is for meeting after that.
+    gather = [first = group.split(0, group.rank(), "batch_size"),
+              second = group.split(0, group.rank(), "batch_size")](const std::string& mine) {
+      try {
+        return first.all_gather_bytes(mine);
+      } catch (const std::exception&) {
+        return second.all_gather_bytes(mine);
+      }
     };
   }
   return detail::find_batch_size(function,

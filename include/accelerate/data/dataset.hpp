@@ -1,5 +1,7 @@
 #pragma once
 
+#include <accelerate/data/ready_made.hpp>
+
 #include <c10/util/ArrayRef.h>
 
 #include <concepts>
@@ -77,7 +79,9 @@ inline constexpr bool kIsExampleVector<std::vector<T, A>> = true;
 // What a dataset gives for a batch, before collation.
 template <class D>
 auto raw_batch() {
-  if constexpr (IndexedDataset<D>) {
+  if constexpr (IsReadyMade<D>::value) {
+    return std::type_identity<typename D::Unit>();
+  } else if constexpr (IndexedDataset<D>) {
     if constexpr (BatchIndexed<D>) {
       using Found =
           std::remove_cvref_t<decltype(std::declval<D&>().get_batch(c10::ArrayRef<std::size_t>()))>;

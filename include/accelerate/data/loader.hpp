@@ -1,8 +1,10 @@
 #pragma once
 
 #include <accelerate/core/tree.hpp>
+#include <accelerate/data/collate.hpp>
 #include <accelerate/data/detail/indexed_loader.hpp>
 #include <accelerate/data/detail/loader_impl.hpp>
+#include <accelerate/data/detail/stream_loader.hpp>
 #include <accelerate/data/plan.hpp>
 
 #include <nlohmann/json.hpp>
@@ -123,10 +125,23 @@ PreparedLoader<Batch>& skip_first_batches(PreparedLoader<Batch>& loader, std::in
 /// The loader of a plan for this process. With several processes every process must call it.
 template <class Dataset, class Collation>
 auto prepare_loader(const LoaderPlan<Dataset, Collation>& plan, const LoaderContext& context) {
-  using Batch = typename LoaderPlan<Dataset, Collation>::BatchType;
-  auto impl = std::make_shared<detail::IndexedLoader<Dataset, Collation>>(plan, context);
+  using Loader =
+      std::conditional_t<IndexedDataset<Dataset>, detail::IndexedLoader<Dataset, Collation>,
+                         detail::StreamLoader<Dataset, Collation>>;
+  auto impl = std::make_shared<Loader>(plan, context);
   impl->open();
-  return PreparedLoader<Batch>(std::move(impl));
+  return PreparedLoader<typename Loader::Batch>(std::move(impl));
+}
+
+/// A loader that torch::data::make_data_loader made; see `data::loader`. An lvalue must outlive the
+/// result.
+template <detail::TorchLoader L>
+auto prepare_loader(std::unique_ptr<L>&& ready, const LoaderContext& context) {
+  return prepare_loader(loader(std::move(ready)), context);
+}
+template <detail::TorchLoader L>
+auto prepare_loader(std::unique_ptr<L>& ready, const LoaderContext& context) {
+  return prepare_loader(detail::ready_plan(std::shared_ptr<L>(ready.get(), [](L*) {})), context);
 }
 
 /// A loader that is prepared already stays as it is.

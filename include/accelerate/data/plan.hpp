@@ -13,13 +13,6 @@
 #include <utility>
 #include <vector>
 
-namespace torch::data {
-template <typename Dataset, typename Sampler>
-class StatelessDataLoader;
-template <typename Dataset>
-class StatefulDataLoader;
-}  // namespace torch::data
-
 namespace accelerate::data {
 
 /// Gives batches as the dataset does.
@@ -141,6 +134,14 @@ std::shared_ptr<SharedType<T>> share(T&& value) {
   }
 }
 
+template <TorchLoader L>
+LoaderPlan<ReadyMade<L>> ready_plan(std::shared_ptr<L> ready) {
+  LoaderSettings settings;
+  settings.batch_size = static_cast<std::int64_t>(ready->options().batch_size);
+  settings.drop_last = ready->options().drop_last;
+  return {std::make_shared<ReadyMade<L>>(std::move(ready)), std::move(settings)};
+}
+
 }  // namespace detail
 
 /// The plan of a loader over `dataset` (a value, or a shared_ptr to one), in random order unless
@@ -163,6 +164,14 @@ requires IndexedDataset<detail::SharedType<Dataset>> && AnySampler<detail::Share
                                                detail::settings_of(options));
   plan.sampler(erase_sampler(detail::share(std::forward<Sampler>(sampler))));
   return plan;
+}
+
+/// A loader that torch::data::make_data_loader made. Its sampler cannot be reached: every process
+/// reads all batches and keeps every P-th (or process 0 reads and dispatches them). Give the
+/// dataset, the sampler and the options instead where reading costs anything.
+template <detail::TorchLoader L>
+LoaderPlan<ReadyMade<L>> loader(std::unique_ptr<L> ready) {
+  return detail::ready_plan(std::shared_ptr<L>(std::move(ready)));
 }
 
 }  // namespace accelerate::data

@@ -155,6 +155,11 @@ std::unique_ptr<IndexOrder> shuffled_order(std::int64_t size, std::int64_t offse
 std::unique_ptr<IndexOrder> sampler_order(ErasedSampler sampler,
                                           std::optional<std::int64_t> dataset_size = std::nullopt);
 
+/// Starts a pass of the user's sampler. `state`, if not empty, is loaded first: with `resumed` it
+/// is the sampler's state in this very pass, else that before it.
+void begin_sampler(const ErasedSampler& sampler, const std::string& state, std::int64_t seed,
+                   std::int64_t epoch, bool resumed);
+
 /// Calls `function` while LibTorch's default CPU generator is seeded with `seed`; its own state
 /// comes back afterwards.
 void with_seeded_generator(std::int64_t seed, const std::function<void()>& function);

@@ -48,6 +48,8 @@ class GradScaler {
   bool enabled() const noexcept { return options_.enabled(); }
 
   /// `loss` times the scale, on the device of `loss`. Applies an update that was left for later.
+  /// Throws PrecisionError when an optimizer has unscaled gradients that it has not stepped with,
+  /// to which the backward pass would add scaled ones.
   at::Tensor scale(const at::Tensor& loss);
 
   /// Divides the gradients of `parameters` by the scale, in place, and notes whether any of them,
@@ -55,6 +57,9 @@ class GradScaler {
   /// the group. Throws PrecisionError when this optimizer was unscaled or stepped since the last
   /// update, when nothing was scaled before, and for fp16 gradients unless they are allowed.
   void unscale_(const void* optimizer, const std::vector<at::Tensor>& parameters);
+  /// Notes that the optimizer's gradients were cleared: they may be unscaled anew, unless it has
+  /// stepped.
+  void forget(const void* optimizer);
   /// True when `unscale_` was called for this optimizer since the last update.
   bool unscaled(const void* optimizer) const;
   /// 0-dim fp32 tensor on the gradients' device: above zero when `unscale_` found an inf or a NaN.
@@ -94,6 +99,7 @@ class GradScaler {
   enum class Stage { ready, unscaled, stepped };
   struct OptimizerState {
     Stage stage = Stage::ready;
+    bool has_gradients = false;
     at::Tensor found_inf;
   };
   void start(const at::Device& device);

@@ -38,8 +38,9 @@ template <class T, class A>
 inline constexpr bool kIsVector<std::vector<T, A>> = true;
 
 /// Remembers the structure of the first batch and compares every later one with it: fields, dtypes,
-/// number of dimensions, and sizes beyond the first dimension unless shapes may vary. Of a batch
-/// that is a vector of examples every example is compared, and their shapes may vary.
+/// number of dimensions, and sizes beyond the first dimension unless shapes may vary. What is
+/// inside an optional is not compared. Of a batch that is a vector of examples every example is
+/// compared, and their shapes may vary.
 class BatchCheck {
  public:
   template <class Batch>
@@ -65,8 +66,12 @@ class BatchCheck {
 
   template <class Tree>
   void check_tree(const Tree& tree, bool varying_shapes, const std::string& loader) {
+    const auto check = [&](std::size_t index, const at::Tensor& tensor) {
+      const Leaf& leaf = leaves_[index];
+      if (!matches(leaf, tensor, varying_shapes)) report(leaf, tensor, varying_shapes, loader);
+    };
     if (!known_) {
-      tree::for_each_leaf(tree, [&](const std::string& path, const auto& leaf) {
+      for_each_required(tree, [&](const std::string& path, const auto& leaf) {
         if constexpr (tree::detail::Tensor<std::remove_cvref_t<decltype(leaf)>>) {
           remember(path, leaf, varying_shapes);
         } else {
@@ -74,19 +79,33 @@ class BatchCheck {
         }
       });
       known_ = true;
-      return;
-    }
-    if constexpr (!is_static_tree<Tree>()) {
+    } else if constexpr (is_static_tree<Tree>()) {
+      std::size_t index = 0;
+      tree::for_each_tensor(tree, [&](const at::Tensor& tensor) { check(index++, tensor); });
+    } else {
       std::vector<std::string> paths;
-      tree::for_each_leaf(tree,
-                          [&](const std::string& path, const auto&) { paths.push_back(path); });
+      std::vector<const at::Tensor*> tensors;
+      for_each_required(tree, [&](const std::string& path, const auto& leaf) {
+        paths.push_back(path);
+        if constexpr (tree::detail::Tensor<std::remove_cvref_t<decltype(leaf)>>)
+          tensors.push_back(&leaf);
+      });
       if (paths != paths_) report_structure(paths, loader);
+      for (std::size_t index = 0; index < tensors.size(); ++index) check(index, *tensors[index]);
     }
-    std::size_t index = 0;
-    tree::for_each_tensor(tree, [&](const at::Tensor& tensor) {
-      const Leaf& leaf = leaves_[index++];
-      if (!matches(leaf, tensor, varying_shapes)) report(leaf, tensor, varying_shapes, loader);
-    });
+  }
+
+  // The leaves that every batch has: not those inside optionals.
+  template <class Node, class Visitor>
+  static void for_each_required(const Node& node, const Visitor& visitor,
+                                const std::string& path = {}) {
+    if constexpr (tree::detail::Tensor<Node> || tree::detail::PlainLeaf<Node>) {
+      visitor(path, node);
+    } else if constexpr (!tree::detail::IsOptional<Node>::value) {
+      tree::for_each_child(node, [&](const std::string& key, const auto& child) {
+        for_each_required(child, visitor, path.empty() ? key : path + "." + key);
+      });
+    }
   }
 
   static bool matches(const Leaf& leaf, const at::Tensor& tensor, bool varying_shapes) {

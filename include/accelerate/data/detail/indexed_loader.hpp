@@ -12,7 +12,7 @@
 namespace accelerate::data::detail {
 
 /// The order of a dataset with random access, cut into steps. Knows nothing of the dataset but its
-/// size.
+/// size. Units are samples, or batches of indices where the sampler makes them.
 class IndexPlanner {
  public:
   /// Throws for an empty dataset, and for settings that leave a process without samples.
@@ -27,10 +27,16 @@ class IndexPlanner {
              const ShardFunction& shard_by, bool all_ranks);
   /// Plans the next step with its indices.
   bool next(Step& step);
-  IndexOrder& order() const { return *order_; }
+  std::string save_state(bool in_pass) const;
+  void load_state(const std::string& bytes);
+  bool makes_batches() const noexcept { return batches_ != nullptr; }
 
  private:
+  struct Batches;
+  void take_batches(Step& step);
+
   std::unique_ptr<IndexOrder> order_;
+  std::unique_ptr<Batches> batches_;
   StepPlanner planner_;
 };
 
@@ -54,12 +60,13 @@ class IndexedLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Colla
   }
 
  private:
+  LoaderCore::Unit unit() const noexcept override {
+    return planner_.makes_batches() ? LoaderCore::Unit::batches : LoaderCore::Unit::samples;
+  }
   std::optional<std::int64_t> stream_length() const override { return planner_.size(); }
   std::optional<std::int64_t> dataset_size() const override { return size_of(*dataset_); }
-  std::string save_stream(bool in_pass) const override {
-    return planner_.order().save_state(in_pass);
-  }
-  void load_stream(const std::string& bytes) override { planner_.order().load_state(bytes); }
+  std::string save_stream(bool in_pass) const override { return planner_.save_state(in_pass); }
+  void load_stream(const std::string& bytes) override { planner_.load_state(bytes); }
 
   void begin_stream(const typename Base::Pass& pass) override {
     planner_.begin(pass.seed, pass.epoch, pass.resumed, pass.rule, this->settings_.shard_by,

@@ -8,6 +8,7 @@
 #include <accelerate/data/detail/pipeline.hpp>
 #include <accelerate/data/loader_core.hpp>
 
+#include <algorithm>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -23,6 +24,8 @@ namespace accelerate::data::detail {
 struct Dispatched {
   enum class Kind { batch, end, error };
   Kind kind = Kind::end;
+  /// No rank has a batch after this step, so no message follows.
+  bool final = true;
   StepShare share;
   std::int64_t remainder = -1;
   std::int64_t position_after = 0;
@@ -221,6 +224,9 @@ class LoaderImpl : public LoaderCore {
       }
       for (std::size_t part = 0; part < parts.size(); ++part) {
         Dispatched message;
+        message.final =
+            std::none_of(step.shares.begin(), step.shares.end(),
+                         [](const StepShare& share) { return share.exists && !share.last; });
         message.kind = step.shares[part].exists ? Dispatched::Kind::batch : Dispatched::Kind::end;
         message.share = step.shares[part];
         message.remainder = step.remainder;
@@ -234,7 +240,8 @@ class LoaderImpl : public LoaderCore {
 
   bool receive(Ready& next) {
     if constexpr (TensorTree<Batch> && std::is_default_constructible_v<Batch>) {
-      // The last batch says so itself, and no process sends or waits after it.
+      // The last message says so itself. A rank whose own batches end earlier still takes part
+      // until then.
       if (ended_) return false;
       std::vector<std::string> parts;
       std::exception_ptr error;
@@ -256,7 +263,7 @@ class LoaderImpl : public LoaderCore {
       if (error) std::rethrow_exception(error);
       if (message.kind == Dispatched::Kind::error)
         throw DataError("Process 0 could not read for the others: " + message.payload);
-      ended_ = message.kind == Dispatched::Kind::end || message.share.last;
+      ended_ = message.final;
       if (message.kind == Dispatched::Kind::end) return false;
       next.batch.emplace(tree::decode<Batch>(message.payload));
       next.batch = staged(std::move(*next.batch));
