@@ -39,7 +39,7 @@ class Ranks:
         self.logs = [tempfile.TemporaryFile("w+") for _ in commands]
         self.processes = [
             subprocess.Popen(command, env=support.environment(**torchrun_variables(rank, len(commands), port), **variables),
-                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.logs[rank])
+                             cwd=support.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.logs[rank])
             for rank, command in enumerate(commands)
         ]
 
@@ -65,7 +65,9 @@ class Ranks:
 
 
 def processor_seconds(pid):
+    """What a process has used. It has to be running."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    assert fields[0] != "Z", f"process {pid} has ended"
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -78,7 +80,7 @@ def until(condition, limit_s=60, what=""):
 
 def until_trains(pid):
     """Training has begun once a process has used more processor time than starting takes."""
-    until(lambda: processor_seconds(pid) > 1.5, what="training")
+    until(lambda: processor_seconds(pid) > 1.0, what="training")
 
 
 class Refusals(unittest.TestCase):
@@ -219,7 +221,7 @@ class Deaths(unittest.TestCase):
 
     def test_under_our_launcher(self):
         launcher = subprocess.Popen([support.LAUNCHER, "launch", "-n", "3", *self.endless], env=support.environment(), text=True,
-                                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                                    cwd=support.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         ranks = {}
         try:
             def started():

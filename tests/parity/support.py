@@ -41,8 +41,8 @@ def on_ranks(command, world, backend):
 
 
 def run(command, limit_s=LIMIT_S, **variables):
-    """Runs a program to its end. Its process group is killed when the time is up, which is an error."""
-    process = subprocess.Popen(command, env=environment(**variables), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    """Runs a program to its end, in the repository's root, where the trainers find their data. Its process group is killed when the time is up, which is an error."""
+    process = subprocess.Popen(command, env=environment(**variables), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         out, err = process.communicate(timeout=limit_s)
