@@ -120,9 +120,11 @@ TEST(Prepare, SchedulerOfAnUnpreparedOptimizerIsAnError) {
 
 TEST(Prepare, ModuleOnAnotherDeviceIsAnErrorWithoutPlacement) {
   Accelerator accelerator(AcceleratorOptions().device_placement(false));
-  Scale scale;
-  scale->to(torch::kMeta);
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(scale); }), HasSubstr("meta"));
+  struct Elsewhere : torch::nn::Module {
+    torch::Tensor weight = register_parameter("weight", torch::empty({1}, torch::kMeta));
+    torch::Tensor forward(const torch::Tensor& x) { return weight * x; }
+  } elsewhere;
+  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(elsewhere); }), HasSubstr("meta"));
 }
 
 TEST(Backward, AccumulationNeedsThePreparedOptimizer) {
