@@ -227,6 +227,7 @@ void ObservedWork::complete() {
 
 void ObservedWork::fail(const std::exception_ptr& error) {
   if (!claim()) return;
+  const auto kept = std::move(kept_);  // until this function returns
   future_->setError(error);
   finish(error);
   if (point_to_point_) inner_->abort();
@@ -234,10 +235,13 @@ void ObservedWork::fail(const std::exception_ptr& error) {
 
 void ObservedWork::inner_failed(const std::exception_ptr& failure) {
   if (classify(failure) == FailureKind::connection && !watch_->knows_loss()) {
-    // Who it was is known in a moment; this thread is the backend's and must not wait for it.
+    // Who it was is known in a moment; this thread is the backend's and must not wait for it. Until
+    // then the work holds on to itself: who waits for it may hold its future only, as c10d::Reducer.
     const std::lock_guard lock(settle_mutex_);
+    if (settled_) return;
     suspected_ = failure;
     suspected_until_ = Clock::now() + watch_->patience();
+    kept_ = c10::intrusive_ptr<ObservedWork>::unsafe_reclaim_from_nonowning(this);
     return;
   }
   fail(watch_->explain(failure, name_));

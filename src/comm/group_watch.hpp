@@ -124,6 +124,7 @@ class ObservedWork final : public c10d::Work {
   bool settled_ = false;
   std::exception_ptr suspected_;
   std::chrono::steady_clock::time_point suspected_until_;
+  c10::intrusive_ptr<ObservedWork> kept_;
 };
 
 }  // namespace accelerate::comm

@@ -43,7 +43,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const std::string& host, int port,
                                            const Topology& topology, milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(port);
-  options.isServer = topology.rank == 0;
+  options.isServer = topology.rank == 0 && !topology.launcher_has_store;
   options.waitWorkers = false;
   // Whole seconds are what its connection attempts count in.
   options.timeout = std::max(timeout, milliseconds(1000));
