@@ -346,6 +346,28 @@ TEST(Failure, TwoProcessesOfOneRank) {
       << first << second;
 }
 
+TEST(Failure, UnderMpirunToo) {
+  const std::string mpirun = ACCELERATE_TEST_MPIEXEC;
+  if (mpirun.empty()) GTEST_SKIP() << "no MPI was found";
+  const std::string program = fs::read_symlink("/proc/self/exe").string();
+  for (const auto& [name, reason] :
+       {std::pair{"kill", "its process ended"}, std::pair{"stop", "it has been silent"}}) {
+    const std::string command = std::string("FAILURE_CASE=") + name +
+                                " ACCELERATE_TIMEOUT=40 ACCELERATE_HEARTBEAT_TIMEOUT=2 "
+                                "OMP_NUM_THREADS=1 timeout -s KILL 35 " +
+                                mpirun + " -n 3 " + program + " 2>&1";
+    FILE* pipe = ::popen(command.c_str(), "r");
+    ASSERT_NE(pipe, nullptr);
+    std::string said;
+    for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) said += static_cast<char>(c);
+    EXPECT_NE(::pclose(pipe), 0);
+    // mpirun itself ends the others when one dies, and may be faster than their own words.
+    EXPECT_TRUE(said.find(std::string("rank 1 was lost: ") + reason) != std::string::npos ||
+                said.find("process rank 1") != std::string::npos)
+        << said;
+  }
+}
+
 TEST(Failure, LeavingIsNoDeath) {
   Ranks run("part", 3);
   run.start_all();
