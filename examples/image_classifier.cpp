@@ -14,7 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
-#include <fstream>
+#include <cmath>
 #include <sstream>
 
 namespace {
@@ -49,8 +49,7 @@ class Digits {
   enum class Part { training, held_out };
 
   Digits(const std::string& path, Part part, torch::ScalarType dtype) {
-    std::ifstream file(path);
-    if (!file) throw accelerate::DataError("The data file " + path + " cannot be opened. Name it with --data.");
+    std::istringstream file(trainer::read_file(path));
     std::vector<float> pixels;
     std::vector<int64_t> digits, ids;
     std::string line;
@@ -59,15 +58,16 @@ class Digits {
       std::vector<float> numbers;
       for (const auto& field : fields) {
         const auto number = accelerate::text::to_double(field);
-        if (number) numbers.push_back(static_cast<float>(*number));
+        if (number && std::isfinite(*number)) numbers.push_back(static_cast<float>(*number));
       }
-      if (numbers.size() != 65 || fields.size() != 65 || numbers.back() < 0 || numbers.back() > 9) {
+      const float digit = numbers.empty() ? -1 : numbers.back();
+      if (numbers.size() != 65 || fields.size() != 65 || digit < 0 || digit > 9 || digit != std::floor(digit)) {
         throw accelerate::DataError(accelerate::text::concat(
             path, " has a line ", row + 1, " that is not 64 pixels and a digit from 0 to 9: \"", line.substr(0, 60), "\"."));
       }
       if ((row % 5 == 4) != (part == Part::held_out)) continue;
       pixels.insert(pixels.end(), numbers.begin(), numbers.end() - 1);
-      digits.push_back(static_cast<int64_t>(numbers.back()));
+      digits.push_back(static_cast<int64_t>(digit));
       ids.push_back(row);
     }
     images_ = torch::tensor(pixels).view({-1, 1, 8, 8}).div(8).sub(1).to(dtype);

@@ -16,8 +16,7 @@
 #include <torch/torch.h>
 
 #include <array>
-#include <fstream>
-#include <sstream>
+#include <cmath>
 
 namespace {
 
@@ -28,11 +27,7 @@ struct Batch {
 /// The text as the ranks of its characters, in order of their codes.
 struct Text {
   explicit Text(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    if (!file) throw accelerate::DataError("The data file " + path + " cannot be opened. Name it with --data.");
-    std::stringstream stream;
-    stream << file.rdbuf();
-    const std::string text = stream.str();
+    const std::string text = trainer::read_file(path);
     std::array<int64_t, 256> rank{};
     for (const unsigned char c : text) rank[c] = 1;
     for (auto& r : rank) r = r != 0 ? vocabulary++ : -1;

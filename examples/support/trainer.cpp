@@ -15,6 +15,7 @@
 
 #include <fstream>
 #include <iostream>
+#include <sstream>
 #include <string_view>
 
 namespace trainer {
@@ -35,6 +36,35 @@ accelerate::AcceleratorOptions Flags::accelerator_options() const {
   return options;
 }
 
+namespace {
+
+/// Lets numbers through that are at least `least`, or above it. The upper bound keeps products of
+/// them within 64 bits, and what is not finite out.
+CLI::Validator number(double least, bool above = false) {
+  constexpr double kMost = 1e9;
+  return CLI::Validator(
+      [=](const std::string& text) {
+        const auto value = accelerate::text::to_double(text);
+        if (value && (above ? *value > least : *value >= least) && *value <= kMost) return std::string();
+        return accelerate::text::concat("\"", text, "\" was given, and a number ", above ? "above " : "from ", least,
+                                        above ? ", up to " : " to ", kMost, " was expected");
+      },
+      "");
+}
+
+}  // namespace
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  file.peek();  // a folder can be opened, and not read
+  if (!file.is_open() || file.bad()) {
+    throw accelerate::DataError("The data file " + path + " cannot be read. Name one that can be with --data.");
+  }
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
 std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags flags, bool has_layers) {
   CLI::App app(description);
   app.option_defaults()->always_capture_default();
@@ -45,26 +75,26 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
   app.add_option("--dtype", flags.dtype, "the dtype of parameters; float64 tells a bug from rounding")
       ->check(CLI::IsMember({"float32", "float64"}));
   app.add_option("--gradient-accumulation-steps", flags.gradient_accumulation_steps, "micro-batches an optimizer step")
-      ->check(CLI::PositiveNumber);
-  app.add_option("--batch-size", flags.batch_size, "samples a micro-batch, per process")->check(CLI::PositiveNumber);
-  app.add_option("--epochs", flags.epochs, "passes over the training data")->check(CLI::PositiveNumber);
+      ->check(number(1));
+  app.add_option("--batch-size", flags.batch_size, "samples a micro-batch, per process")->check(number(1));
+  app.add_option("--epochs", flags.epochs, "passes over the training data")->check(number(1));
   app.add_option("--max-steps", flags.max_steps, "stop after so many optimizer steps; 0 for no limit")
-      ->check(CLI::NonNegativeNumber);
+      ->check(number(0));
   app.add_option("--optimizer", flags.optimizer, "the optimizer")->check(CLI::IsMember({"adamw", "sgd"}));
-  app.add_option("--lr", flags.lr, "the highest learning rate")->check(CLI::PositiveNumber);
+  app.add_option("--lr", flags.lr, "the highest learning rate")->check(number(0, /*above=*/true));
   app.add_option("--clip-norm", flags.clip_norm, "the largest gradient norm; 0 to leave gradients alone")
-      ->check(CLI::NonNegativeNumber);
+      ->check(number(0));
   app.add_option("--dropout", flags.dropout, "the probability of dropping an activation")->check(CLI::Range(0.0, 0.99));
   if (has_layers) {
-    app.add_option("--layers", flags.layers, "decoder blocks")->check(CLI::PositiveNumber);
-    app.add_option("--width", flags.width, "features of a token, a multiple of 16")->check(CLI::PositiveNumber);
+    app.add_option("--layers", flags.layers, "decoder blocks")->check(number(1));
+    app.add_option("--width", flags.width, "features of a token, a multiple of 16")->check(number(1));
   }
   app.add_option("--seed", flags.seed, "seed of weights and of the order of samples");
   app.add_option("--backend", flags.backend, "what carries the communication")
       ->check(CLI::IsMember({"auto", "gloo", "mpi", "nccl"}));
   app.add_flag("--cpu", flags.cpu, "use the CPU even where there is a GPU");
   app.add_option("--data", flags.data, "the data file");
-  app.add_option("--workers", flags.workers, "threads that prepare batches")->check(CLI::NonNegativeNumber);
+  app.add_option("--workers", flags.workers, "threads that prepare batches")->check(number(0));
   app.add_option("--summary", flags.summary, "write what happened to this file, as JSON");
   app.add_flag("--quiet", flags.quiet, "no progress bar");
   try {
@@ -73,7 +103,7 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
     app.exit(help);
     return std::nullopt;
   } catch (const CLI::ParseError& error) {
-    throw accelerate::ConfigError(std::string(error.what()) + " Run with --help for the flags.");
+    throw accelerate::ConfigError(std::string(error.what()) + ". Run with --help for the flags.");
   }
   if (flags.mixed_precision != "no" && flags.dtype != "float32") {
     throw accelerate::ConfigError("--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +

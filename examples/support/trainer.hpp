@@ -45,6 +45,9 @@ struct Flags {
 /// when --help was asked for and printed. Throws accelerate::ConfigError for what cannot be.
 std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags defaults, bool has_layers);
 
+/// The whole file. Throws accelerate::DataError when it cannot be read.
+std::string read_file(const std::string& path);
+
 /// The optimizer the flags ask for.
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags, std::vector<at::Tensor> parameters);
 

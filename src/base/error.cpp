@@ -34,9 +34,9 @@ std::string describe(const std::exception& error) {
   try {
     std::rethrow_if_nested(error);
   } catch (const std::exception& nested) {
-    text += "; caused by: " + describe(nested);
+    text += " Caused by: " + describe(nested);
   } catch (...) {
-    text += "; caused by something that is not a std::exception";
+    text += " Caused by something that is not a std::exception.";
   }
   return text;
 }

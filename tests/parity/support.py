@@ -2,13 +2,14 @@
 
 import os
 import pathlib
+import shlex
 import socket
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("ACCELERATE_TEST_BIN", ROOT / "build" / "bin"))
-MPIEXEC = os.environ.get("ACCELERATE_TEST_MPIEXEC", "")
+MPIEXEC = shlex.split(os.environ.get("ACCELERATE_TEST_MPIEXEC", "mpiexec --allow-run-as-root --oversubscribe"))
 LAUNCHER = str(BIN / "accelerate-cpp")
 TRAINERS = ("image_classifier", "language_model")
 LIMIT_S = 300  # of one program, long past what any needs
@@ -20,7 +21,7 @@ def environment(**variables):
     """This process' environment without what an outer launcher may have left, one thread per process, and `variables`."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     clean = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(("OMPI_", "PMIX_", "SLURM_"))}
-    clean.update(OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", ACCELERATE_TIMEOUT="120")
+    clean.update(OMP_NUM_THREADS="1", ACCELERATE_TIMEOUT="120")
     clean.update({name: str(value) for name, value in variables.items()})
     return clean
 
@@ -35,7 +36,7 @@ def on_ranks(command, world, backend):
     if backend == "gloo":
         return [LAUNCHER, "launch", "-n", str(world), *command]
     if backend == "mpi":
-        return [MPIEXEC, "--oversubscribe", "--bind-to", "none", "-n", str(world), *command]
+        return [*MPIEXEC, "-n", str(world), *command]
     return command
 
 

@@ -111,7 +111,7 @@ class OutOfMemoryError : public Error {
 };
 
 /// The message of `error` followed by the messages of everything nested in it, innermost last,
-/// joined by "; caused by: ". Backtraces that LibTorch appends to its messages are left out.
+/// joined by " Caused by: ". Backtraces that LibTorch appends to its messages are left out.
 std::string describe(const std::exception& error);
 
 }  // namespace accelerate
