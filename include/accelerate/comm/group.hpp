@@ -60,21 +60,24 @@ class Group {
   /// `output` holds size() times the elements of `input`, rank after rank.
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input) const;
   /// `input` holds size() times the elements of `output`; each rank receives its part, reduced.
-  Work reduce_scatter_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) const;
+  Work reduce_scatter_into(const at::Tensor& output, const at::Tensor& input,
+                           ReduceOp op = ReduceOp::sum) const;
   /// Exchanges slices along dim 0. Empty splits mean equal parts.
-  Work all_to_all_into(const at::Tensor& output, const at::Tensor& input, std::vector<std::int64_t> output_splits = {},
+  Work all_to_all_into(const at::Tensor& output, const at::Tensor& input,
+                       std::vector<std::int64_t> output_splits = {},
                        std::vector<std::int64_t> input_splits = {}) const;
   Work send(const at::Tensor& tensor, int destination, int tag = 0) const;
   Work recv(const at::Tensor& tensor, int source, int tag = 0) const;
-  /// Returns when every rank has come. The error names the ranks that did not, where the backend can
-  /// tell.
+  /// Returns when every rank has come. The error names the ranks that did not, where the backend
+  /// can tell.
   void barrier() const;
 
   /// Strings of any length from every rank, in rank order.
   std::vector<std::string> all_gather_bytes(const std::string& bytes) const;
   /// The string of rank `source`, on every rank.
   std::string broadcast_bytes(const std::string& bytes, int source = 0) const;
-  /// One string for each rank from `source` (its `parts` has size() entries; the others' are ignored).
+  /// One string for each rank from `source` (its `parts` has size() entries; the others' are
+  /// ignored).
   std::string scatter_bytes(const std::vector<std::string>& parts, int source = 0) const;
 
   /// Calls and bytes since the last reset.

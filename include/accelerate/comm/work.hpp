@@ -14,10 +14,13 @@ class [[nodiscard]] Work {
   Work() = default;
   explicit Work(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-  /// Returns when the collective is done. Throws DistributedError (TimeoutError, PeerLostError) that
-  /// names the operation and the rank.
+  /// Returns when the collective is done. Throws DistributedError (TimeoutError, PeerLostError)
+  /// that names the operation and the rank.
   void wait();
+  /// True when wait() would not block. Point-to-point work of gloo says so only after wait().
   bool done() const;
+
+  const std::shared_ptr<Impl>& impl() const noexcept { return impl_; }
 
  private:
   std::shared_ptr<Impl> impl_;

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <accelerate/base/environment.hpp>
+#include <accelerate/base/topology.hpp>
+#include <accelerate/comm/group.hpp>
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <optional>
+#include <string_view>
+
+namespace accelerate::comm {
+
+/// What carries the collectives.
+enum class Backend {
+  automatic,  ///< nccl for CUDA devices; otherwise mpi when mpirun started the program, else gloo
+  gloo,
+  mpi,
+  nccl
+};
+
+/// "auto", "gloo", "mpi", "nccl".
+const char* to_string(Backend backend);
+/// Reads "auto", "automatic", "gloo", "mpi" or "nccl". Throws ConfigError.
+Backend backend_from_string(std::string_view text);
+
+/// How the processes of a run are joined.
+class WorldOptions {
+ public:
+  /// Default: automatic.
+  WorldOptions& backend(Backend value) { return backend_ = value, *this; }
+  Backend backend() const noexcept { return backend_; }
+
+  /// How long the rendezvous and every collective may wait for another rank. Default: 30 minutes
+  /// with gloo and mpi, 10 minutes with nccl.
+  WorldOptions& timeout(std::chrono::milliseconds value) { return timeout_ = value, *this; }
+  std::optional<std::chrono::milliseconds> timeout() const noexcept { return timeout_; }
+
+  /// A rank that was silent for so long is taken for dead. Default: 8 s. Zero switches the watch
+  /// off.
+  WorldOptions& heartbeat_timeout(std::chrono::milliseconds value) {
+    return heartbeat_timeout_ = value, *this;
+  }
+  std::chrono::milliseconds heartbeat_timeout() const noexcept { return heartbeat_timeout_; }
+
+  /// Checks before each collective that all ranks call the same one with the same shapes, and
+  /// raises an error on all of them otherwise. Costs a round of messages for each. Default: false.
+  WorldOptions& debug(bool value) { return debug_ = value, *this; }
+  bool debug() const noexcept { return debug_; }
+
+  /// The device whose tensors are communicated. CPU tensors are too, whatever it is. Default: cpu.
+  WorldOptions& device(c10::Device value) { return device_ = value, *this; }
+  c10::Device device() const noexcept { return device_; }
+
+  /// The options with ACCELERATE_TIMEOUT and ACCELERATE_HEARTBEAT_TIMEOUT (both in seconds),
+  /// ACCELERATE_BACKEND and ACCELERATE_DEBUG_MODE put in where they are set. Throws ConfigError.
+  WorldOptions& read(const Environment& environment);
+
+ private:
+  Backend backend_ = Backend::automatic;
+  std::optional<std::chrono::milliseconds> timeout_;
+  std::chrono::milliseconds heartbeat_timeout_{8000};
+  bool debug_ = false;
+  c10::Device device_{c10::kCPU};
+};
+
+/// Joins this process to the others of its run and gives the group of all of them. Returns when all
+/// have come; a group of one returns at once, without store, thread or network.
+///
+/// Throws ConfigError for what cannot work (NCCL without CUDA, a port that is taken), TimeoutError
+/// that names the ranks that did not come, DistributedError otherwise.
+Group create_world(const Topology& topology, const WorldOptions& options = {});
+
+/// Leaves the run: the other ranks are told that this one went of its own accord, threads and
+/// connections end. Groups split from `world` end with it; later calls on any of them throw
+/// StateError. Rank 0 waits, at most some seconds, for the others to leave first, for it keeps the
+/// store. Called while an exception unwinds the stack it leaves without a word, so that the others
+/// learn of a failure. Safe to call twice, and after a rank was lost; the last copy of a world
+/// group does it when it goes.
+void shutdown(const Group& world) noexcept;
+
+}  // namespace accelerate::comm

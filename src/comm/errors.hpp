@@ -1,0 +1,35 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <string>
+
+namespace accelerate::comm {
+
+/// Which operation an error is about, and where.
+struct OperationName {
+  std::string operation;
+  std::string group;
+  int rank = 0;
+  int size = 1;
+
+  /// "all_reduce in group \"world\" on rank 1 of 4".
+  std::string text() const;
+};
+
+enum class FailureKind {
+  ours,        ///< already one of the library's errors
+  timeout,     ///< nobody answered in time
+  connection,  ///< a connection to another rank broke
+  other
+};
+
+/// What an exception of c10d, gloo, NCCL or MPI is about.
+FailureKind classify(const std::exception_ptr& failure);
+
+/// The library's error for `failure`, the original nested in it. An error that is the library's own
+/// already is returned as it is.
+std::exception_ptr translate(const std::exception_ptr& failure, const OperationName& name,
+                             std::chrono::milliseconds timeout);
+
+}  // namespace accelerate::comm

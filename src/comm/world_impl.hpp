@@ -1,0 +1,61 @@
+#pragma once
+
+#include <accelerate/comm/world.hpp>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace accelerate::comm {
+
+/// What all groups of a run share. Ends, with all groups, at shutdown or when the last group goes.
+class World : public std::enable_shared_from_this<World> {
+ public:
+  World(Topology topology, const WorldOptions& options, Backend backend);
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  /// A group of these ranks of the world, this process among them. Collective over them; `id` is
+  /// equal on all of them and used once.
+  std::shared_ptr<Group::Impl> join(const std::string& id, const std::string& name,
+                                    std::vector<int> global_ranks);
+  void close() noexcept;
+
+ private:
+  Topology topology_;
+  Backend backend_;
+  std::chrono::milliseconds timeout_;
+  bool debug_;
+  c10::Device device_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Group::Impl>> groups_;
+  bool closed_ = false;
+};
+
+struct Group::Impl {
+  /// Declared first, so that it goes last. Null for a group of one.
+  std::shared_ptr<World> world;
+  int rank = 0;
+  int size = 1;
+  std::string name = "self";
+  /// Equal on all members, and no other group's.
+  std::string id;
+  std::string backend = "none";
+  std::vector<int> global_ranks{0};
+  std::chrono::milliseconds timeout{0};
+  std::atomic<int> splits{0};
+  std::atomic<bool> closed{false};
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  c10::intrusive_ptr<c10d::Backend> cpu_backend;
+  c10::intrusive_ptr<c10d::Backend> cuda_backend;
+};
+
+}  // namespace accelerate::comm
