@@ -8,6 +8,9 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
@@ -299,6 +302,151 @@ TEST(Engine, MemoryThatStaysIsFilledAgainAfterAChange) {
   EXPECT_ANY_THROW(weight.const_data_ptr()) << "out of date";
   EXPECT_EQ(weight.sum().item<double>(), 2.0 * static_cast<double>(weight.numel()));
   EXPECT_EQ(weight.const_data_ptr(), address);
+}
+
+// Trains on leaves that lie at home, as an optimizer of sharded parameters does.
+void train_leaves(zoo::Specimen& specimen, Engine& engine, Leaves& leaves, Gradients& gradients,
+                  int steps, int micro_batches) {
+  torch::optim::AdamW adam(leaves.all(), torch::optim::AdamWOptions(1e-2));
+  for (int step = 0; step < steps; ++step) {
+    torch::manual_seed(100 + step);
+    for (int micro = 0; micro < micro_batches; ++micro) {
+      engine.begin_pass(Engine::Pass::training);
+      gradients.set_reduce(micro + 1 == micro_batches);
+      zoo::loss_of(specimen.forward(specimen.input(4))).backward();
+      EXPECT_FALSE(engine.in_pass(Engine::Pass::training)) << "the end of backward ends the pass";
+    }
+    adam.step();
+    adam.zero_grad();
+    engine.refresh();
+  }
+}
+
+TEST_P(Zoo, GradientsReachTheLeaves) {
+  for (const int micro_batches : {1, 3}) {
+    zoo::Specimen plain = zoo::make(GetParam(), 3);
+    {
+      torch::optim::AdamW adam(parameters_of(plain.record), torch::optim::AdamWOptions(1e-2));
+      for (int step = 0; step < 5; ++step) {
+        torch::manual_seed(100 + step);
+        for (int micro = 0; micro < micro_batches; ++micro)
+          zoo::loss_of(plain.forward(plain.input(4))).backward();
+        adam.step();
+        adam.zero_grad();
+      }
+    }
+    for (const int parts : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << "parts " << parts << " micro-batches " << micro_batches);
+      zoo::Specimen specimen = zoo::make(GetParam(), 3);
+      Sharded sharded(specimen.record, {.parts = parts}, Stay::through_pass);
+      Leaves leaves(sharded.engine, sharded.home);
+      Gradients gradients(sharded.engine, leaves, {});
+      train_leaves(specimen, sharded.engine, leaves, gradients, 5, micro_batches);
+      EXPECT_EQ(leaves.finished, 5);
+      for (const NamedTensor& parameter : specimen.record.parameters()) {
+        EXPECT_FALSE(parameter.tensor.grad().defined() && parameter.tensor.numel() > 0)
+            << parameter.name;
+      }
+      sharded.engine.restore();
+      const auto reference = parameters_of(plain.record);
+      const auto trained = parameters_of(specimen.record);
+      for (std::size_t i = 0; i < reference.size(); ++i) {
+        EXPECT_TRUE(at::allclose(trained[i], reference[i], 0, 1e-12))
+            << plain.record.parameters()[i].name;
+      }
+    }
+  }
+}
+
+TEST(Gradients, ReduceInTheReverseOfTheForwardWhateverIsUnused) {
+  zoo::Specimen specimen = zoo::make("odd", 1);
+  Sharded sharded(specimen.record);
+  Leaves leaves(sharded.engine, sharded.home);
+  Gradients gradients(sharded.engine, leaves, {});
+  train_leaves(specimen, sharded.engine, leaves, gradients, 1, 1);
+  std::vector<std::string> names;
+  for (const int index : leaves.order)
+    names.push_back(sharded.engine.units()[static_cast<std::size_t>(index)]->name());
+  EXPECT_EQ(names,
+            (std::vector<std::string>{"unused", "heads.b", "heads.a", "lists.1.1", "lists.1.0",
+                                      "shared", "lists.0.1", "root", "lists.0.0"}))
+      << "the frozen unit is not reduced at all";
+}
+
+TEST(Gradients, GraphsOfGradientsRaiseOrWork) {
+  zoo::Specimen specimen = zoo::make("lstm", 1);
+  zoo::Specimen plain = zoo::make("lstm", 1);
+  Sharded sharded(specimen.record);
+  Leaves leaves(sharded.engine, sharded.home);
+  Gradients gradients(sharded.engine, leaves, {});
+  const at::Tensor input = plain.input(2);
+  EXPECT_THROW(zoo::loss_of(specimen.forward(input))
+                   .backward({}, /*retain_graph=*/true, /*create_graph=*/true),
+               ShardingError);
+  gradients.clear();
+  const auto penalty = [&](zoo::Specimen& of) {
+    const at::Tensor x = input.detach().clone().requires_grad_(true);
+    const at::Tensor g =
+        torch::autograd::grad({zoo::loss_of(of.forward(x))}, {x}, {}, true, true)[0];
+    g.pow(2).sum().backward();
+  };
+  penalty(plain);
+  penalty(specimen);
+  const auto all = leaves.all();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const at::Tensor& expected = plain.record.parameters()[i].tensor.grad();
+    ASSERT_EQ(expected.defined(), all[i].grad().defined()) << plain.record.parameters()[i].name;
+    if (!expected.defined()) continue;
+    EXPECT_TRUE(at::allclose(expected, all[i].grad(), 0, 1e-12))
+        << plain.record.parameters()[i].name;
+  }
+}
+
+TEST(Gradients, ABackwardThatFailsLeavesNothingBehind) {
+  zoo::Specimen specimen = zoo::make("tied", 1);
+  zoo::Specimen plain = zoo::make("tied", 1);
+  Sharded sharded(specimen.record);
+  Leaves leaves(sharded.engine, sharded.home);
+  Gradients gradients(sharded.engine, leaves, {});
+  torch::manual_seed(1);
+  const at::Tensor input = plain.input(2);
+  plain.record.train(false);
+  specimen.record.train(false);
+  {
+    const at::Tensor loss = zoo::loss_of(specimen.forward(input));
+    sharded.home.fail_at = 5;
+    EXPECT_THROW(loss.backward(), std::runtime_error);
+  }
+  zoo::loss_of(specimen.forward(input)).backward();
+  zoo::loss_of(plain.forward(input)).backward();
+  const auto full = sharded.engine.full_parameters(false);
+  EXPECT_EQ(leaves.finished, 1);
+  EXPECT_TRUE(at::allclose(leaves.leaves[0][0].grad(), plain.record.parameters()[0].tensor.grad(),
+                           0, 1e-12));
+}
+
+TEST(Gradients, AUsersOwnHookIsStillCalled) {
+  struct Count final : torch::autograd::PostAccumulateGradHook {
+    int* calls;
+    void operator()(const at::Tensor&) override { ++*calls; }
+  };
+  zoo::Specimen specimen = zoo::make("lstm", 1);
+  int calls = 0;
+  auto hook = std::make_unique<Count>();
+  hook->calls = &calls;
+  const at::Tensor weight = specimen.record.parameters()[0].tensor;
+  torch::autograd::impl::set_post_acc_grad_hooks(weight, std::move(hook));
+  {
+    Sharded sharded(specimen.record);
+    Leaves leaves(sharded.engine, sharded.home);
+    Gradients gradients(sharded.engine, leaves, {});
+    zoo::loss_of(specimen.forward(specimen.input(2))).backward();
+    EXPECT_EQ(calls, 1);
+    sharded.engine.restore();
+  }
+  zoo::loss_of(specimen.forward(specimen.input(2))).backward();
+  EXPECT_EQ(calls, 2);
+  EXPECT_TRUE(weight.grad().defined());
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <accelerate/intercept/engine.hpp>
+#include <accelerate/intercept/gradients.hpp>
 
 #include <ATen/ops/empty.h>
 
@@ -48,4 +49,46 @@ class Home : public accelerate::intercept::Residency {
 
  private:
   std::minstd_rand random_{1};
+};
+
+/// Optimizer leaves over the home copy, and the gradients that belong to them.
+class Leaves : public accelerate::intercept::GradientSink {
+ public:
+  using Unit = accelerate::intercept::Unit;
+  using UnitGradients = accelerate::intercept::UnitGradients;
+
+  Leaves(const accelerate::intercept::Engine& engine, Home& home) {
+    for (const auto& unit : engine.units()) {
+      for (const auto& parameter : unit->parameters()) {
+        leaves[unit->index()].push_back(
+            Unit::over(home.flats[unit->index()], parameter)
+                .detach()
+                .set_requires_grad(parameter.parameter.requires_grad()));
+      }
+    }
+  }
+  std::vector<at::Tensor> all() const {
+    std::vector<at::Tensor> flat;
+    for (const auto& [unit, tensors] : leaves)
+      flat.insert(flat.end(), tensors.begin(), tensors.end());
+    return flat;
+  }
+  void reduce(const Unit& unit, UnitGradients gradients) override {
+    order.push_back(unit.index());
+    const auto parts = gradients.flat.view({unit.layout().parts, UnitGradients::part(unit)});
+    const at::Tensor flat = parts.slice(1, 0, unit.layout().part).reshape({-1});
+    for (std::size_t p = 0; p < unit.parameters().size(); ++p) {
+      at::Tensor& leaf = leaves[unit.index()][p];
+      const double flag =
+          parts[0][unit.layout().part + static_cast<std::int64_t>(p)].item<double>();
+      if (flag == 0) continue;
+      const at::Tensor gradient = Unit::over(flat, unit.parameters()[p]).to(leaf.scalar_type());
+      leaf.mutable_grad() = leaf.grad().defined() ? leaf.grad().add(gradient) : gradient.clone();
+    }
+  }
+  void finish(bool reduced) override { finished += reduced; }
+
+  std::map<int, std::vector<at::Tensor>> leaves;
+  std::vector<int> order;
+  int finished = 0;
 };
