@@ -3,6 +3,8 @@
 #include <accelerate/intercept/engine.hpp>
 #include <intercept/quiet.hpp>
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 
 namespace accelerate::intercept {
@@ -89,7 +91,9 @@ void Engine::empty(Entry& entry) {
 
 std::vector<int> Engine::next_units() const {
   std::vector<int> next;
-  if (!pass_open_ || options_.prefetch <= 0) return next;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  const int most = in_backward ? options_.prefetch_in_backward : options_.prefetch;
+  if (!pass_open_ || most <= 0) return next;
   std::int64_t bytes = 0;
   for (const Entry& entry : entries_) {
     const bool counted =
@@ -103,7 +107,7 @@ std::vector<int> Engine::next_units() const {
     bytes += entry.unit->storage().bytes();
     if (options_.resident_limit > 0 && bytes > options_.resident_limit) return false;
     next.push_back(index);
-    return static_cast<int>(next.size()) < options_.prefetch;
+    return static_cast<int>(next.size()) < most;
   });
   return next;
 }
@@ -230,21 +234,26 @@ void Engine::restore() {
 }
 
 void Engine::check_tagged() const {
+  if (full_scopes_ > 0) return;
   for (const auto& unit : units_) unit->check_tagged();
 }
 
 Engine::FullParameters::FullParameters(Engine& engine, bool write_back)
     : engine_(engine), write_back_(write_back) {
+  if (engine_.full_scopes_ > 0)
+    throw StateError("A scope of full parameters is open already; they do not nest.");
   const std::lock_guard lock(engine_.mutex_);
   const Quiet quiet;
   for (const auto& unit : engine_.units_) flats_.push_back(engine_.residency_.bring_full(*unit));
   for (std::size_t i = 0; i < flats_.size(); ++i) engine_.units_[i]->untag(flats_[i]);
+  ++engine_.full_scopes_;
 }
 
 Engine::FullParameters::~FullParameters() {
   if (write_back_) engine_.refresh();
   const std::lock_guard lock(engine_.mutex_);
   const Quiet quiet;
+  --engine_.full_scopes_;
   for (std::size_t i = 0; i < flats_.size(); ++i) {
     if (write_back_) engine_.residency_.write_back_full(*engine_.units_[i], flats_[i]);
     engine_.units_[i]->tag();

@@ -75,6 +75,12 @@ void Gradients::set_reduce(bool reduce) {
   reduce_ = reduce;
 }
 
+bool Gradients::keeps_gradients() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(collected_.begin(), collected_.end(),
+                     [](const Collected& each) { return each.gradients.flat.defined(); });
+}
+
 void Gradients::clear() {
   const std::lock_guard lock(mutex_);
   task_ = -1;

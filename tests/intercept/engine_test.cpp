@@ -81,7 +81,8 @@ TEST_P(Zoo, TrainsAsIfNothingWere) {
     for (const int prefetch : {0, 1, 2}) {
       SCOPED_TRACE(testing::Message() << "parts " << parts << " prefetch " << prefetch);
       zoo::Specimen specimen = zoo::make(GetParam(), 3);
-      Sharded sharded(specimen.record, {.parts = parts, .prefetch = prefetch},
+      Sharded sharded(specimen.record,
+                      {.parts = parts, .prefetch = prefetch, .prefetch_in_backward = prefetch},
                       parts == 1 ? Stay::through_pass : Stay::while_used);
       sharded.home.delay_up_to_microseconds = 50;
       const std::vector<double> losses = train(specimen, &sharded.engine, 5);
@@ -151,7 +152,8 @@ TEST(Engine, ALimitIsKeptAndOneThatCannotBeIsRefused) {
     probe.engine.restore();
   }
   {
-    Sharded sharded(specimen.record, {.prefetch = 4, .resident_limit = largest});
+    Sharded sharded(specimen.record,
+                    {.prefetch = 4, .prefetch_in_backward = 4, .resident_limit = largest});
     train(specimen, &sharded.engine, 3);
     EXPECT_LE(sharded.engine.statistics().peak_resident_bytes, largest);
     sharded.engine.restore();

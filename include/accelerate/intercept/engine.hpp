@@ -37,6 +37,8 @@ struct EngineOptions {
   std::optional<at::Device> compute_device = {};
   /// Units that are brought ahead of their use, once a pass has been recorded.
   int prefetch = 1;
+  /// As `prefetch`, while a backward pass runs.
+  int prefetch_in_backward = 1;
   /// The most bytes of units in memory or under way at one time; 0 for no limit. The unit in use is
   /// brought in any case.
   std::int64_t resident_limit = 0;
@@ -87,7 +89,8 @@ class Engine final : public TaggedStorage::Owner {
   /// Ends interception: every parameter is again an ordinary tensor with its values whole, in the
   /// user's dtype.
   void restore();
-  /// Throws StateError when a parameter was moved or cast since it was tagged.
+  /// Throws StateError when a parameter was moved or cast since it was tagged. In a scope of full
+  /// parameters it has nothing to say.
   void check_tagged() const;
 
   /// While one lives, the user's parameters are ordinary tensors, whole, in the user's own dtype.
@@ -148,6 +151,7 @@ class Engine final : public TaggedStorage::Owner {
   std::int64_t resident_bytes_ = 0;
   EngineStatistics statistics_;
   bool restored_ = false;
+  int full_scopes_ = 0;
 };
 
 }  // namespace accelerate::intercept

@@ -50,6 +50,8 @@ class Gradients {
 
   /// Whether the next backward gives its gradients to the sink, or keeps them for a later one.
   void set_reduce(bool reduce);
+  /// Gradients were kept that no backward has given to the sink yet.
+  bool keeps_gradients() const;
   /// Forgets gradients that were kept, and the remains of a backward that failed.
   void clear();
 
