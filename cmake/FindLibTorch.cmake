@@ -25,12 +25,12 @@ function(_libtorch_root_from_python python result)
     COMMAND "${python}" -c
       "import importlib.util, pathlib; s = importlib.util.find_spec('torch'); print(pathlib.Path(s.origin).parent if s else '')"
     OUTPUT_VARIABLE _root OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-  if(_root AND EXISTS "${_root}/include/torch/headeronly/version.h")
+  if(_root AND EXISTS "${_root}/include/torch/csrc/api/include/torch/version.h")
     set(${result} "${_root}" PARENT_SCOPE)
   endif()
 endfunction()
 
-set(_libtorch_header include/torch/headeronly/version.h)
+set(_libtorch_header include/torch/csrc/api/include/torch/version.h)
 set(LibTorch_ROOT "")
 if(DEFINED Torch_DIR OR DEFINED ENV{Torch_DIR})
   set(_torch_dir "${Torch_DIR}")
@@ -67,7 +67,11 @@ endif()
 
 set(LibTorch_VERSION "")
 if(LibTorch_ROOT)
-  file(STRINGS "${LibTorch_ROOT}/${_libtorch_header}" _lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH)")
+  set(_version_header "${LibTorch_ROOT}/include/torch/headeronly/version.h")
+  if(NOT EXISTS "${_version_header}")  # LibTorch before 2.9
+    set(_version_header "${LibTorch_ROOT}/${_libtorch_header}")
+  endif()
+  file(STRINGS "${_version_header}" _lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH)")
   string(REGEX MATCHALL "[0-9]+" _parts "${_lines}")
   list(JOIN _parts "." LibTorch_VERSION)
 endif()
@@ -95,6 +99,10 @@ add_library(accelerate::libtorch INTERFACE IMPORTED GLOBAL)
 set_target_properties(accelerate::libtorch PROPERTIES
   INTERFACE_INCLUDE_DIRECTORIES "${LibTorch_ROOT}/include;${LibTorch_ROOT}/include/torch/csrc/api/include"
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO")
+# libtorch.so exports a std::filesystem of its own, part of which crashes (remove_all). Whoever comes
+# first is used, so the C++ library has to come before it.
+set_property(TARGET accelerate::libtorch APPEND PROPERTY INTERFACE_LINK_OPTIONS
+  "LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state")
 set(_libtorch_libraries "${LibTorch_ROOT}/lib/libtorch.so" "${LibTorch_ROOT}/lib/libtorch_cpu.so" "${LibTorch_ROOT}/lib/libc10.so")
 if(LibTorch_HAS_CUDA)
   # Nothing names a symbol of these, and their registrations are what makes CUDA tensors work.

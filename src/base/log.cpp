@@ -3,6 +3,8 @@
 #include <accelerate/base/environment.hpp>
 #include <accelerate/base/text.hpp>
 
+#include "base/terminal_line.hpp"
+
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -64,6 +66,8 @@ void set_process(int rank, int world_size, int local_rank) {
   logger().local_rank = local_rank;
 }
 
+int rank() { return logger().rank; }
+
 void set_level(Level level) {
   logger().level = level;
   logger().spd->set_level(to_spdlog(level));
@@ -78,6 +82,7 @@ void write(Level level, std::string_view message, Ranks ranks) {
   if (!enabled(level)) return;
   if (ranks == Ranks::main && out.rank != 0) return;
   if (ranks == Ranks::local_main && out.local_rank != 0) return;
+  detail::clear_terminal_line();
   if (out.world_size > 1 && ranks != Ranks::main) {
     out.spd->log(to_spdlog(level), "[rank {}] {}", out.rank.load(), message);
   } else {

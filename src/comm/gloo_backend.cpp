@@ -2,6 +2,7 @@
 #include "comm/gloo_backend.hpp"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
 namespace accelerate::comm {
 namespace {
@@ -21,6 +22,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     std::chrono::milliseconds timeout) {
   return c10::make_intrusive<GlooBackend>(store, rank, size,
                                           c10d::ProcessGroupGloo::Options::create_default(timeout));
+}
+
+c10::intrusive_ptr<c10d::Backend> check_calls(c10::intrusive_ptr<c10d::Backend> backend,
+                                              c10::intrusive_ptr<c10d::Backend> notes) {
+  return c10::make_intrusive<c10d::ProcessGroupWrapper>(std::move(backend), std::move(notes));
 }
 
 }  // namespace accelerate::comm

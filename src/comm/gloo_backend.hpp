@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <functional>
 
 namespace accelerate::comm {
 
@@ -13,5 +12,10 @@ namespace accelerate::comm {
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout);
+
+/// `backend` behind a check that all ranks call the same operation with the same shapes; the ranks
+/// compare notes over `notes`, a gloo backend of its own.
+c10::intrusive_ptr<c10d::Backend> check_calls(c10::intrusive_ptr<c10d::Backend> backend,
+                                              c10::intrusive_ptr<c10d::Backend> notes);
 
 }  // namespace accelerate::comm

@@ -22,8 +22,9 @@ using text::concat;
 c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::avg:
       return c10d::ReduceOp::SUM;
+    case ReduceOp::avg:
+      return c10d::ReduceOp::AVG;
     case ReduceOp::min:
       return c10d::ReduceOp::MIN;
     case ReduceOp::max:
@@ -79,12 +80,12 @@ Work launch(const Group::Impl& group, const char* operation, const at::Tensor& t
         "\" after the run was shut down. Call it before shutdown (or before end_training)."));
   }
   auto impl = std::make_shared<Work::Impl>();
-  impl->name = {operation, group.name, group.rank, group.size};
-  impl->timeout = group.timeout;
+  impl->watch = group.watch;
+  impl->name = group.watch->operation(operation);
   try {
     impl->work = start(*backend_for(group, tensor));
   } catch (...) {
-    std::rethrow_exception(translate(std::current_exception(), impl->name, group.timeout));
+    std::rethrow_exception(group.watch->explain(std::current_exception(), impl->name));
   }
   return Work(std::move(impl));
 }
@@ -159,14 +160,12 @@ Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
   check_average(tensor, op, "all_reduce");
   if (impl_->size == 1) return {};
   check_tensor(*impl_, tensor, "all_reduce");
-  auto work = launch(*impl_, "all_reduce", tensor, [&](c10d::Backend& backend) {
+  return launch(*impl_, "all_reduce", tensor, [&](c10d::Backend& backend) {
     std::vector<at::Tensor> tensors{tensor};
     c10d::AllreduceOptions options;
     options.reduceOp = to_c10d(op);
     return backend.allreduce(tensors, options);
   });
-  if (op == ReduceOp::avg) work.impl()->to_average = tensor;
-  return work;
 }
 
 Work Group::broadcast(const at::Tensor& tensor, int source) const {
@@ -206,7 +205,7 @@ Work Group::all_gather_into(const at::Tensor& output, const at::Tensor& input) c
       output.view_as(input).copy_(input);
     return {};
   }
-  return launch(*impl_, "all_gather_into", input, [&](c10d::Backend& backend) {
+  return launch(*impl_, "all_gather", input, [&](c10d::Backend& backend) {
     at::Tensor out = output.view(-1);
     at::Tensor in = input.view(-1);
     return backend._allgather_base(out, in);
@@ -223,15 +222,13 @@ Work Group::reduce_scatter_into(const at::Tensor& output, const at::Tensor& inpu
     if (output.data_ptr() != input.data_ptr()) output.view_as(input).copy_(input);
     return {};
   }
-  auto work = launch(*impl_, "reduce_scatter_into", input, [&](c10d::Backend& backend) {
+  return launch(*impl_, "reduce_scatter", input, [&](c10d::Backend& backend) {
     at::Tensor out = output.view(-1);
     at::Tensor in = input.view(-1);
     c10d::ReduceScatterOptions options;
     options.reduceOp = to_c10d(op);
     return backend._reduce_scatter_base(out, in, options);
   });
-  if (op == ReduceOp::avg) work.impl()->to_average = output;
-  return work;
 }
 
 Work Group::all_to_all_into(const at::Tensor& output, const at::Tensor& input,
@@ -267,7 +264,7 @@ Work Group::all_to_all_into(const at::Tensor& output, const at::Tensor& input,
     output.copy_(input);
     return {};
   }
-  return launch(*impl_, "all_to_all_into", input, [&](c10d::Backend& backend) {
+  return launch(*impl_, "all_to_all", input, [&](c10d::Backend& backend) {
     at::Tensor out = output;
     at::Tensor in = input;
     return backend.alltoall_base(out, in, output_splits, input_splits);
@@ -379,18 +376,19 @@ std::string Group::scatter_bytes(const std::vector<std::string>& parts, int sour
   return to_string(output);
 }
 
-Traffic Group::traffic() const { return {}; }
-void Group::reset_traffic() const {}
+Traffic Group::traffic() const { return impl_->watch ? impl_->watch->traffic() : Traffic{}; }
+void Group::reset_traffic() const {
+  if (impl_->watch) impl_->watch->reset_traffic();
+}
 
 void Work::wait() {
   if (!impl_ || impl_->waited) return;
   try {
     impl_->work->wait();
   } catch (...) {
-    std::rethrow_exception(translate(std::current_exception(), impl_->name, impl_->timeout));
+    std::rethrow_exception(impl_->watch->explain(std::current_exception(), impl_->name));
   }
   impl_->waited = true;
-  if (impl_->to_average.defined()) impl_->to_average.div_(impl_->name.size);
   impl_->work.reset();
 }
 

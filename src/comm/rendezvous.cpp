@@ -1,5 +1,7 @@
 #include "comm/rendezvous.hpp"
 
+#include "comm/mpi_backend.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
@@ -15,6 +17,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <thread>
 #include <vector>
 
@@ -195,6 +198,36 @@ Rendezvous meet_by_file(const Topology& topology, milliseconds timeout) {
   }
 }
 
+/// Rank 0 opens the store at a free port and tells the others over MPI.
+Rendezvous meet_by_mpi(const Topology& topology, milliseconds timeout) {
+  const auto place = mpi_place();
+  if (place.rank != topology.rank || place.size != topology.world_size) {
+    throw ConfigError(concat("To MPI this process is rank ", place.rank, " of ", place.size, ", and OpenMPI's variables say rank ",
+                             topology.rank, " of ", topology.world_size,
+                             ". Start the program directly with mpirun, or set MASTER_ADDR and MASTER_PORT."));
+  }
+  Rendezvous met;
+  if (topology.rank == 0) {
+    met.host = topology.local_world_size == topology.world_size ? "127.0.0.1" : host_name();
+    try {
+      met.store = open_store(met.host, 0, topology, timeout);
+    } catch (...) {
+      mpi_broadcast("");  // the others wait for it
+      throw;
+    }
+    mpi_broadcast(concat(met.host, " ", c10::static_intrusive_pointer_cast<c10d::TCPStore>(met.store)->getPort()));
+    return met;
+  }
+  std::istringstream address(mpi_broadcast(""));
+  int port = 0;
+  if (!(address >> met.host >> port)) {
+    throw DistributedError("Rank 0 could not open the store where the processes were to meet; see its output.", kOperation,
+                           topology.rank);
+  }
+  met.store = open_store(met.host, port, topology, timeout);
+  return met;
+}
+
 }  // namespace
 
 Rendezvous meet(const Topology& topology, milliseconds timeout) {
@@ -204,6 +237,9 @@ Rendezvous meet(const Topology& topology, milliseconds timeout) {
   if (topology.kind == LaunchKind::file) {
     met = meet_by_file(topology, timeout);
     place = topology.rendezvous_file;
+  } else if (topology.kind == LaunchKind::openmpi && topology.master_addr.empty()) {
+    met = meet_by_mpi(topology, timeout);
+    place = "an address agreed over MPI";
   } else {
     met.host = topology.master_addr;
     met.store = open_store(met.host, topology.master_port, topology, timeout);

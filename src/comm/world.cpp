@@ -2,6 +2,9 @@
 
 #include "comm/errors.hpp"
 #include "comm/gloo_backend.hpp"
+#include "comm/mpi_backend.hpp"
+#include "comm/nccl_backend.hpp"
+#include "comm/observed_backend.hpp"
 #include "comm/rendezvous.hpp"
 
 #include <accelerate/base/error.hpp>
@@ -12,7 +15,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
-#include <thread>
+#include <cstdlib>
+#include <exception>
 
 namespace accelerate::comm {
 namespace {
@@ -20,6 +24,7 @@ namespace {
 using std::chrono::milliseconds;
 using text::concat;
 
+constexpr const char* kWorldId = "world";
 constexpr milliseconds kGlooTimeout{30 * 60 * 1000};
 constexpr milliseconds kNcclTimeout{10 * 60 * 1000};
 /// How long rank 0 keeps the store for the others after it is done itself.
@@ -27,8 +32,8 @@ constexpr milliseconds kDepartureTimeout{10 * 1000};
 
 Backend choose_backend(const Topology& topology, const WorldOptions& options) {
   if (options.backend() != Backend::automatic) return options.backend();
-  if (options.device().is_cuda()) return Backend::nccl;
-  return Backend::gloo;
+  if (options.device().is_cuda() && have_nccl()) return Backend::nccl;
+  return topology.kind == LaunchKind::openmpi && have_mpi() ? Backend::mpi : Backend::gloo;
 }
 
 }  // namespace
@@ -75,6 +80,54 @@ WorldOptions& WorldOptions::read(const Environment& environment) {
   return *this;
 }
 
+namespace {
+
+/// Refuses what cannot work before anybody is waited for.
+void check_backend(Backend backend, const Topology& topology, const WorldOptions& options) {
+  if (backend == Backend::nccl && !options.device().is_cuda()) {
+    throw ConfigError(concat("The nccl backend communicates CUDA tensors, and the device is ", options.device().str(),
+                             ". Use a CUDA device, or the gloo or mpi backend."));
+  }
+  if (backend == Backend::mpi) {
+    const auto place = mpi_place();
+    if (place.rank != topology.rank || place.size != topology.world_size) {
+      throw ConfigError(concat("The mpi backend was asked for, and to MPI this process is rank ", place.rank, " of ", place.size,
+                               " while its environment (", to_string(topology.kind), ") says rank ", topology.rank, " of ",
+                               topology.world_size, ". Start the program with mpirun, or use the gloo backend."));
+    }
+  }
+}
+
+/// Worlds that a program leaves open are closed when it ends, before the static objects go that
+/// closing needs, and before MPI is finalized, which would wait for ranks that wait for this one.
+struct OpenWorlds {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<World>> worlds;
+};
+OpenWorlds& open_worlds() {
+  static auto* const instance = new OpenWorlds;
+  return *instance;
+}
+void close_open_worlds() {
+  std::vector<std::weak_ptr<World>> worlds;
+  {
+    const std::lock_guard lock(open_worlds().mutex);
+    worlds.swap(open_worlds().worlds);
+  }
+  for (const auto& weak : worlds) {
+    if (const auto world = weak.lock()) world->close();
+  }
+}
+void close_at_exit(const std::shared_ptr<World>& world) {
+  static std::once_flag once;
+  std::call_once(once, [] { std::atexit(close_open_worlds); });
+  const std::lock_guard lock(open_worlds().mutex);
+  std::erase_if(open_worlds().worlds, [](const auto& weak) { return weak.expired(); });
+  open_worlds().worlds.push_back(world);
+}
+
+}  // namespace
+
 World::World(Topology topology, const WorldOptions& options, Backend backend)
     : topology_(std::move(topology)),
       backend_(backend),
@@ -83,6 +136,8 @@ World::World(Topology topology, const WorldOptions& options, Backend backend)
       device_(options.device()) {
   auto met = meet(topology_, timeout_);
   store_ = std::move(met.store);
+  liveness_ = std::make_shared<Liveness>(*store_, met.host, topology_.rank, topology_.world_size,
+                                         options.heartbeat_timeout(), timeout_);
 }
 
 World::~World() { close(); }
@@ -101,24 +156,50 @@ std::shared_ptr<Group::Impl> World::join(const std::string& id, const std::strin
 
   impl->world = shared_from_this();
   impl->backend = to_string(backend_);
-  const OperationName operation{"create_group", name, impl->rank, impl->size};
+  impl->watch = std::make_shared<GroupWatch>(name, impl->rank, impl->global_ranks, timeout_, liveness_, id == kWorldId);
   try {
+    using Type = c10d::ProcessGroup::BackendType;
     const auto store = c10::make_intrusive<c10d::PrefixStore>(id, store_);
     impl->process_group = c10::make_intrusive<c10d::ProcessGroup>(store, impl->rank, impl->size);
-    impl->cpu_backend = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
-                                          impl->rank, impl->size, timeout_);
-    impl->cuda_backend = impl->cpu_backend;
-    impl->process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-    impl->process_group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::GLOO,
-                                    impl->cpu_backend);
-    impl->process_group->setBackend(c10::kCUDA, c10d::ProcessGroup::BackendType::GLOO,
-                                    impl->cuda_backend);
-  } catch (const std::exception&) {
-    std::rethrow_exception(translate(std::current_exception(), operation, timeout_));
+    const Backend host = backend_ == Backend::nccl ? Backend::gloo : backend_;
+    const Type host_type = host == Backend::mpi ? Type::MPI : Type::GLOO;
+    impl->cpu_backend = make_backend(host, store, *impl);
+    impl->process_group->setBackend(c10::kCPU, host_type, impl->cpu_backend);
+    if (backend_ == Backend::nccl) {
+      impl->cuda_backend = make_backend(Backend::nccl, store, *impl);
+      impl->process_group->setBackend(c10::kCUDA, Type::NCCL, impl->cuda_backend);
+    } else {
+      impl->cuda_backend = impl->cpu_backend;
+      impl->process_group->setBackend(c10::kCUDA, host_type, impl->cuda_backend);
+    }
+    impl->process_group->setDefaultBackend(backend_ == Backend::nccl ? Type::NCCL : host_type);
+  } catch (...) {
+    std::rethrow_exception(impl->watch->explain(std::current_exception(), impl->watch->operation("create_group")));
   }
+  liveness_->subscribe(impl->watch);
   const std::lock_guard lock(mutex_);
+  std::erase_if(groups_, [](const auto& weak) { return weak.expired(); });
   groups_.push_back(impl);
   return impl;
+}
+
+World::BackendPtr World::make_backend(Backend backend, const c10::intrusive_ptr<c10d::Store>& store,
+                                      const Group::Impl& group) const {
+  std::vector<BackendPtr> aborted;
+  const auto gloo = [&](const char* prefix) {
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+    return aborted.emplace_back(make_gloo_backend(own, group.rank, group.size, timeout_));
+  };
+  BackendPtr made;
+  switch (backend) {
+    case Backend::nccl: made = aborted.emplace_back(make_nccl_backend(store, group.rank, group.size, timeout_)); break;
+    case Backend::mpi: made = aborted.emplace_back(make_mpi_backend(store, group.global_ranks, group.rank, timeout_)); break;
+    case Backend::gloo:
+    case Backend::automatic: made = gloo("gloo"); break;
+  }
+  if (debug_) made = check_calls(std::move(made), gloo(backend == Backend::nccl ? "nccl/debug" : "debug"));
+  return observe(std::move(made), group.watch, backend == Backend::nccl ? Memory::device : Memory::host,
+                 std::move(aborted));
 }
 
 void World::close() noexcept {
@@ -129,6 +210,12 @@ void World::close() noexcept {
     closed_ = true;
     groups.swap(groups_);
   }
+  if (liveness_) {
+    // An exception on its way out means that this rank fails; the others must not take it for done.
+    const bool quietly = std::uncaught_exceptions() > 0 || liveness_->loss().has_value();
+    if (topology_.rank == 0 && !quietly) liveness_->wait_for_departures(kDepartureTimeout);
+    liveness_->leave(quietly);
+  }
   for (const auto& weak : groups) {
     if (const auto impl = weak.lock()) {
       impl->closed = true;
@@ -136,17 +223,6 @@ void World::close() noexcept {
       impl->cpu_backend.reset();
       impl->cuda_backend.reset();
     }
-  }
-  try {
-    if (store_->add("departed", 1) < topology_.world_size && topology_.rank == 0) {
-      const auto deadline = std::chrono::steady_clock::now() + kDepartureTimeout;
-      while (store_->add("departed", 0) < topology_.world_size &&
-             std::chrono::steady_clock::now() < deadline) {
-        std::this_thread::sleep_for(milliseconds(2));
-      }
-    }
-  } catch (const std::exception& error) {
-    log::debug(concat("The store was gone when this process left: ", describe(error)));
   }
   store_.reset();
 }
@@ -158,11 +234,13 @@ Group create_world(const Topology& topology, const WorldOptions& options) {
     impl->name = "world";
     return Group(std::move(impl));
   }
+  check_backend(backend, topology, options);
   const auto world = std::make_shared<World>(topology, options, backend);
+  close_at_exit(world);
   std::vector<int> everyone(static_cast<std::size_t>(topology.world_size));
   for (int rank = 0; rank < topology.world_size; ++rank)
     everyone[static_cast<std::size_t>(rank)] = rank;
-  return Group(world->join("world", "world", std::move(everyone)));
+  return Group(world->join(kWorldId, "world", std::move(everyone)));
 }
 
 void shutdown(const Group& world) noexcept {

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "comm/group_watch.hpp"
+#include "comm/liveness.hpp"
+
 #include <accelerate/comm/world.hpp>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -29,12 +32,16 @@ class World : public std::enable_shared_from_this<World> {
   void close() noexcept;
 
  private:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  BackendPtr make_backend(Backend backend, const c10::intrusive_ptr<c10d::Store>& store, const Group::Impl& group) const;
+
   Topology topology_;
   Backend backend_;
   std::chrono::milliseconds timeout_;
   bool debug_;
   c10::Device device_;
   c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<Liveness> liveness_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<Group::Impl>> groups_;
   bool closed_ = false;
@@ -53,6 +60,7 @@ struct Group::Impl {
   std::chrono::milliseconds timeout{0};
   std::atomic<int> splits{0};
   std::atomic<bool> closed{false};
+  std::shared_ptr<GroupWatch> watch;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   c10::intrusive_ptr<c10d::Backend> cpu_backend;
   c10::intrusive_ptr<c10d::Backend> cuda_backend;

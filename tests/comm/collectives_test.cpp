@@ -60,6 +60,7 @@ TEST(Group, AllReducesEveryDtype) {
 TEST(Group, MovesEveryDtype) {
   const int size = world().size();
   auto dtypes = kDtypes;
+  dtypes.insert(dtypes.end(), {at::kComplexFloat, at::kFloat8_e4m3fn});
 
   for (const auto dtype : dtypes) {
     const auto options = at::TensorOptions(dtype);

@@ -17,6 +17,8 @@ enum class Ranks {
 
 /// Says which process this is; until then everything is written, without a rank.
 void set_process(int rank, int world_size, int local_rank);
+/// The rank that was said; 0 until then.
+int rank();
 /// The lowest level that is written. At start: ACCELERATE_LOG_LEVEL (debug, info, warning, error,
 /// critical, off, in any case), else info.
 void set_level(Level level);

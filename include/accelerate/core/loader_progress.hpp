@@ -12,13 +12,17 @@ struct LoaderProgress {
   /// 0 when the last batch is whole, -1 when it cannot be known yet.
   std::int64_t remainder = -1;
   /// Samples of the present *global* batch that are real, that is not repeated to fill it up; -1
-  /// when unknown. The fill is always at the end of the rank-by-rank concatenation.
+  /// when unknown.
   std::int64_t real_samples = -1;
   /// Samples of the present global batch on all ranks together, fill included; -1 when unknown.
   std::int64_t global_samples = -1;
   /// Samples of this process' batch that are real, and all of them.
   std::int64_t local_real_samples = -1;
   std::int64_t local_samples = -1;
+  /// True: what fills the global batch up stands at the end of the rank-by-rank concatenation, so its
+  /// first `real_samples` are the real ones. False (sharding by node or by the user's own rule): each
+  /// rank's first `local_real_samples` are the real ones.
+  bool fill_is_last = true;
   /// Batches handed out in this pass, this one included.
   std::int64_t batches = 0;
 };

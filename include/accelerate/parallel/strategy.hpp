@@ -58,6 +58,10 @@ class Strategy {
   virtual void scale_gradients_(const at::Tensor& factor);
   virtual void clip_grad_value_(double limit);
 
+  /// Collective. Throws DistributedError on every rank when a parameter or buffer that should be
+  /// equal on all ranks is not, naming the first.
+  virtual void verify_parameters() const {}
+
  protected:
   ModuleRecord module_;
 };

@@ -1,0 +1,245 @@
+#include "trainer.hpp"
+
+#include "peak_memory.hpp"
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/optim/fused.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+#include <torch/optim/optimizer.h>
+#include <torch/utils.h>
+
+#include <fstream>
+#include <iostream>
+#include <string_view>
+
+namespace trainer {
+
+using accelerate::Json;
+
+at::ScalarType Flags::scalar_type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
+
+accelerate::AcceleratorOptions Flags::accelerator_options() const {
+  accelerate::AcceleratorOptions options;
+  options.strategy(accelerate::strategy_from_string(strategy))
+      .mixed_precision(accelerate::mixed_precision_from_string(mixed_precision))
+      .gradient_accumulation_steps(gradient_accumulation_steps)
+      .per_process_scheduler_steps(false)
+      .dataloader(accelerate::data::DataLoaderConfiguration().data_seed(seed));
+  if (backend != "auto") options.backend(accelerate::comm::backend_from_string(backend));
+  if (cpu) options.cpu(true);
+  return options;
+}
+
+std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags flags, bool has_layers) {
+  CLI::App app(description);
+  app.option_defaults()->always_capture_default();
+  app.add_option("--strategy", flags.strategy, "how the processes share the work")
+      ->check(CLI::IsMember({"auto", "single", "ddp"}));
+  app.add_option("--mixed-precision", flags.mixed_precision, "the dtype forward computes in")
+      ->check(CLI::IsMember({"no", "fp16", "bf16"}));
+  app.add_option("--dtype", flags.dtype, "the dtype of parameters; float64 tells a bug from rounding")
+      ->check(CLI::IsMember({"float32", "float64"}));
+  app.add_option("--gradient-accumulation-steps", flags.gradient_accumulation_steps, "micro-batches an optimizer step")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--batch-size", flags.batch_size, "samples a micro-batch, per process")->check(CLI::PositiveNumber);
+  app.add_option("--epochs", flags.epochs, "passes over the training data")->check(CLI::PositiveNumber);
+  app.add_option("--max-steps", flags.max_steps, "stop after so many optimizer steps; 0 for no limit")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--optimizer", flags.optimizer, "the optimizer")->check(CLI::IsMember({"adamw", "sgd"}));
+  app.add_option("--lr", flags.lr, "the highest learning rate")->check(CLI::PositiveNumber);
+  app.add_option("--clip-norm", flags.clip_norm, "the largest gradient norm; 0 to leave gradients alone")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--dropout", flags.dropout, "the probability of dropping an activation")->check(CLI::Range(0.0, 0.99));
+  if (has_layers) {
+    app.add_option("--layers", flags.layers, "decoder blocks")->check(CLI::PositiveNumber);
+    app.add_option("--width", flags.width, "features of a token, a multiple of 16")->check(CLI::PositiveNumber);
+  }
+  app.add_option("--seed", flags.seed, "seed of weights and of the order of samples");
+  app.add_option("--backend", flags.backend, "what carries the communication")
+      ->check(CLI::IsMember({"auto", "gloo", "mpi", "nccl"}));
+  app.add_flag("--cpu", flags.cpu, "use the CPU even where there is a GPU");
+  app.add_option("--data", flags.data, "the data file");
+  app.add_option("--workers", flags.workers, "threads that prepare batches")->check(CLI::NonNegativeNumber);
+  app.add_option("--summary", flags.summary, "write what happened to this file, as JSON");
+  app.add_flag("--quiet", flags.quiet, "no progress bar");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp& help) {
+    app.exit(help);
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    throw accelerate::ConfigError(std::string(error.what()) + " Run with --help for the flags.");
+  }
+  if (flags.mixed_precision != "no" && flags.dtype != "float32") {
+    throw accelerate::ConfigError("--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +
+                                  " were both given. Mixed precision trains float32 parameters: drop one of the two.");
+  }
+  return flags;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags, std::vector<at::Tensor> parameters) {
+  if (flags.optimizer == "sgd") {
+    return std::make_unique<accelerate::optim::FusedSGD>(std::move(parameters),
+                                                         accelerate::optim::FusedSGDOptions(flags.lr).momentum(0.9));
+  }
+  return std::make_unique<accelerate::optim::FusedAdamW>(
+      std::move(parameters), accelerate::optim::FusedAdamWOptions(flags.lr).weight_decay(0.01));
+}
+
+namespace {
+
+// FNV-1a, 64 bits: enough to see whether two runs did the same.
+class Checksum {
+ public:
+  void add(const void* data, std::size_t size) {
+    for (const unsigned char byte : std::string_view(static_cast<const char*>(data), size)) {
+      hash_ = (hash_ ^ byte) * 1099511628211ULL;
+    }
+  }
+  void add(std::string_view text) { add(text.data(), text.size()); }
+  std::string text() const {
+    char buffer[24];
+    std::snprintf(buffer, sizeof buffer, "%016llx", static_cast<unsigned long long>(hash_));
+    return buffer;
+  }
+
+ private:
+  std::uint64_t hash_ = 14695981039346656037ULL;
+};
+
+// The first rows of every rank are those of the first micro-batch: order them step by step,
+// micro-batch by micro-batch, rank by rank.
+std::string sample_ids_checksum(const std::vector<Json>& by_rank) {
+  Checksum checksum;
+  for (std::size_t batch = 0; batch < by_rank.front().at("batches").size(); ++batch) {
+    for (const Json& rank : by_rank) {
+      for (const auto& id : rank.at("batches").at(batch)) {
+        const auto value = id.get<std::int64_t>();
+        checksum.add(&value, sizeof value);
+      }
+    }
+  }
+  return checksum.text();
+}
+
+std::vector<double> to_doubles(const std::vector<at::Tensor>& values) {
+  if (values.empty()) return {};
+  const at::Tensor all = at::stack(values).to(at::kCPU, at::kDouble).contiguous();
+  return {all.const_data_ptr<double>(), all.const_data_ptr<double>() + all.numel()};
+}
+
+}  // namespace
+
+Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags) : accelerator_(accelerator), flags_(flags) {
+  accelerator_.world().reset_traffic();
+}
+
+void Recorder::micro_batch(const at::Tensor& loss, const at::Tensor& ids) {
+  losses_.push_back(loss.detach());
+  ids_.push_back(ids.detach());
+}
+
+void Recorder::step(const at::Tensor& grad_norm) {
+  grad_norms_.push_back(grad_norm.detach());
+  last_step_end_ = std::chrono::steady_clock::now();
+  if (steps_++ == 0) {
+    seconds_to_first_step_ = seconds_since_process_start();
+    first_step_end_ = last_step_end_;
+  }
+}
+
+double Recorder::last_loss() const { return losses_.empty() ? 0.0 : losses_.back().item<double>(); }
+
+Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, const Json& eval) {
+  const torch::NoGradGuard no_grad;
+  // Traffic first: what follows is the summary's own.
+  Json bytes = Json::object();
+  Json calls = Json::object();
+  for (const auto& [kind, count] : accelerator_.world().traffic().by_kind) {
+    bytes[kind] = static_cast<double>(count.bytes) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
+    calls[kind] = static_cast<double>(count.calls) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
+  }
+  const std::chrono::duration<double> timed = last_step_end_ - first_step_end_;
+
+  const std::int64_t micro = flags_.gradient_accumulation_steps;
+  std::vector<double> losses;
+  if (steps_ > 0) {
+    const at::Tensor own = at::stack(losses_).to(at::kDouble).narrow(0, 0, steps_ * micro).view({steps_, micro}).mean(1);
+    const at::Tensor mean = accelerator_.reduce(own, accelerate::comm::Reduction::mean).cpu();
+    losses.assign(mean.const_data_ptr<double>(), mean.const_data_ptr<double>() + mean.numel());
+  }
+  Json own_ids = Json::array();
+  for (const at::Tensor& ids : ids_) {
+    const at::Tensor host = ids.cpu().contiguous();
+    own_ids.push_back(std::vector<std::int64_t>(host.const_data_ptr<std::int64_t>(),
+                                                host.const_data_ptr<std::int64_t>() + host.numel()));
+  }
+
+  Checksum parameter_checksum;
+  std::int64_t parameter_count = 0;
+  double squares = 0.0;
+  for (const auto& [name, tensor] : parameters) {
+    const at::Tensor host = tensor.detach().cpu().contiguous();
+    parameter_checksum.add(name);
+    for (const std::int64_t size : host.sizes()) parameter_checksum.add(&size, sizeof size);
+    parameter_checksum.add(host.const_data_ptr(), host.nbytes());
+    parameter_count += host.numel();
+    squares += host.to(at::kDouble).square().sum().item<double>();
+  }
+
+  std::vector<std::int64_t> resident;
+  std::vector<std::int64_t> tensor_bytes;
+  for (const Json& other :
+       accelerator_.gather_object(Json{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}})) {
+    resident.push_back(other.at("resident").get<std::int64_t>());
+    tensor_bytes.push_back(other.at("tensors").get<std::int64_t>());
+  }
+
+  Json summary;
+  summary["first_step"] = 1;
+  summary["losses"] = losses;
+  summary["grad_norms"] = to_doubles(grad_norms_);
+  summary["eval"] = eval;
+  summary["steps"] = steps_;
+  summary["world_size"] = accelerator_.num_processes();
+  summary["strategy"] = accelerate::to_string(accelerator_.strategy());
+  summary["mixed_precision"] = flags_.mixed_precision;
+  summary["seconds_to_first_step"] = seconds_to_first_step_;
+  summary["steps_per_second"] = steps_ > 1 ? static_cast<double>(steps_ - 1) / timed.count() : 0.0;
+  summary["peak_memory_bytes"] = resident;
+  summary["peak_tensor_bytes"] = tensor_bytes;
+  summary["communication_bytes"] = bytes;
+  summary["communication_calls"] = calls;
+  summary["parameter_count"] = parameter_count;
+  summary["parameter_norm"] = std::sqrt(squares);
+  summary["parameter_checksum"] = parameter_checksum.text();
+  summary["sample_ids_checksum"] = sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
+  return summary;
+}
+
+void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags, const Json& summary) {
+  if (flags.summary.empty() || !accelerator.is_main_process()) return;
+  std::ofstream out(flags.summary);
+  out << summary.dump(2) << '\n';
+  out.flush();
+  if (!out) {
+    throw accelerate::ConfigError("The summary cannot be written to " + flags.summary +
+                                  ". Check that its folder exists and has space.");
+  }
+}
+
+int guarded(const std::function<int()>& main) {
+  try {
+    return main();
+  } catch (const std::exception& error) {
+    accelerate::log::error(accelerate::describe(error));
+    return 1;
+  }
+}
+
+}  // namespace trainer

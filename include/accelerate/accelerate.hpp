@@ -1,0 +1,20 @@
+#pragma once
+
+// The whole library in one include. Everything in it includes only the parts of LibTorch it needs;
+// programs that define modules include <torch/torch.h> besides.
+
+#include <accelerate/accelerator/accelerator.hpp>
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/json.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/comm/collectives.hpp>
+#include <accelerate/comm/group.hpp>
+#include <accelerate/core/memory.hpp>
+#include <accelerate/core/random.hpp>
+#include <accelerate/core/tree.hpp>
+#include <accelerate/data/loader.hpp>
+#include <accelerate/optim/optimizer.hpp>
+#include <accelerate/optim/schedules.hpp>
+#include <accelerate/optim/scheduler.hpp>
+#include <accelerate/state/state.hpp>

@@ -1,0 +1,165 @@
+#pragma once
+
+#include <accelerate/optim/gradient_state.hpp>
+#include <accelerate/parallel/strategy.hpp>
+#include <accelerate/precision/grad_scaler.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace torch::optim {
+class Optimizer;
+class OptimizerParamGroup;
+}  // namespace torch::optim
+
+namespace accelerate {
+
+/// An optimizer that can leave its step out on the device. Others make a gradient scaler wait for
+/// the device before every step, to learn whether a gradient overflowed.
+class SkipsOnDevice {
+ public:
+  virtual ~SkipsOnDevice() = default;
+  /// For the next `step` only: changes nothing when `found_inf`, a 0-dim fp32 tensor, is above
+  /// zero.
+  virtual void set_found_inf(at::Tensor found_inf) = 0;
+};
+
+/// What a prepared optimizer does, whatever its type: steps and clears gradients at the end of an
+/// accumulation window only, and under a gradient scaler steps or skips as all ranks agree.
+class OptimizerCore {
+ public:
+  using Closure = std::function<at::Tensor()>;
+
+  /// `scaler` may be null.
+  OptimizerCore(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                std::shared_ptr<GradientState> gradients,
+                std::shared_ptr<GradScaler> scaler = nullptr);
+
+  /// Has this optimizer step for the module of `strategy`: puts the strategy's leaves in place of
+  /// the module's parameters in every group, and tells the strategy of every step. Returns false,
+  /// and does nothing, when the optimizer has none of the module's parameters. Throws StateError
+  /// when a parameter would be replaced for which the optimizer has state already.
+  bool link(std::shared_ptr<parallel::Strategy> strategy);
+  const std::vector<std::shared_ptr<parallel::Strategy>>& strategies() const noexcept {
+    return strategies_;
+  }
+
+  /// Steps, if gradients are in sync; otherwise returns an undefined tensor. Returns what the
+  /// optimizer returned: the closure's loss, if there is one. Throws StateError when a linked
+  /// strategy finds gradients that were not reduced, UnsupportedError for a closure under a
+  /// gradient scaler.
+  at::Tensor step(const Closure& closure = nullptr);
+  /// Clears the gradients, if they are in sync: forgets them, or fills them with zeros in place.
+  void zero_grad(bool set_to_none = true);
+  /// Makes the gradients what training needs, once in a window: divided by the loss scale and,
+  /// where backward had counts, by the window's count. `step` does it if nobody has; clipping does
+  /// it first.
+  void finish_gradients();
+  /// The last `step` was skipped because a gradient had an inf or a NaN on some rank. May wait for
+  /// the device.
+  bool step_was_skipped() const;
+
+  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
+  const std::shared_ptr<GradientState>& gradients() const noexcept { return gradients_; }
+  const std::shared_ptr<GradScaler>& scaler() const noexcept { return scaler_; }
+
+  /// The parameters of all groups.
+  std::vector<at::Tensor> parameters() const;
+  /// True when any group has this very parameter.
+  bool owns(const at::Tensor& parameter) const;
+  /// True when any parameter has a gradient.
+  bool has_gradients() const;
+  /// The groups' learning rates, and setting them. Throws ConfigError unless there is one for each
+  /// group.
+  std::vector<double> learning_rates() const;
+  void set_learning_rates(const std::vector<double>& rates);
+  /// Steps taken or skipped since this was made.
+  std::int64_t steps() const noexcept { return steps_; }
+
+ private:
+  void ready_gradients();
+  at::Tensor step_scaled();
+
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  std::shared_ptr<GradientState> gradients_;
+  std::shared_ptr<GradScaler> scaler_;
+  SkipsOnDevice* skips_on_device_ = nullptr;
+  std::vector<std::shared_ptr<parallel::Strategy>> strategies_;
+  std::int64_t normalised_window_ = -1;
+  std::int64_t steps_ = 0;
+  // Undefined: not skipped. Read only when asked, since reading waits for the device.
+  at::Tensor skipped_;
+};
+
+/// What `prepare()` gives for an optimizer: a handle whose copies share one optimizer. Use it as
+/// the user's own, which `optimizer()` is.
+template <class O>
+class PreparedOptimizer {
+ public:
+  PreparedOptimizer(std::shared_ptr<O> optimizer, std::shared_ptr<OptimizerCore> core)
+      : optimizer_(std::move(optimizer)), core_(std::move(core)) {}
+
+  /// Steps at the end of an accumulation window, and does nothing within it. `closure` clears
+  /// gradients, runs forward and backward, and returns the loss, for optimizers that call it again
+  /// (LBFGS).
+  at::Tensor step(const std::function<at::Tensor()>& closure = nullptr) {
+    return core_->step(closure);
+  }
+  /// Clears the gradients at the end of an accumulation window, and does nothing within it.
+  void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
+  /// The last step was skipped because fp16 gradients overflowed.
+  bool step_was_skipped() const { return core_->step_was_skipped(); }
+
+  /// The user's own optimizer.
+  O& optimizer() const noexcept { return *optimizer_; }
+  decltype(auto) param_groups() const { return optimizer_->param_groups(); }
+  std::vector<at::Tensor> parameters() const { return core_->parameters(); }
+  /// One for each parameter group.
+  std::vector<double> learning_rates() const { return core_->learning_rates(); }
+  void set_learning_rates(const std::vector<double>& rates) { core_->set_learning_rates(rates); }
+
+  const std::shared_ptr<OptimizerCore>& core() const noexcept { return core_; }
+
+ private:
+  std::shared_ptr<O> optimizer_;
+  std::shared_ptr<OptimizerCore> core_;
+};
+
+/// Prepares an optimizer. The first takes an lvalue, which must outlive the result.
+template <class O>
+requires std::derived_from<O, torch::optim::Optimizer> PreparedOptimizer<O> prepare_optimizer(
+    O& optimizer, std::shared_ptr<GradientState> gradients,
+    std::shared_ptr<GradScaler> scaler = nullptr) {
+  return prepare_optimizer(std::shared_ptr<O>(std::shared_ptr<void>(), &optimizer),
+                           std::move(gradients), std::move(scaler));
+}
+template <class O>
+requires std::derived_from<O, torch::optim::Optimizer> PreparedOptimizer<O> prepare_optimizer(
+    std::shared_ptr<O> optimizer, std::shared_ptr<GradientState> gradients,
+    std::shared_ptr<GradScaler> scaler = nullptr) {
+  auto core = std::make_shared<OptimizerCore>(optimizer, std::move(gradients), std::move(scaler));
+  return {std::move(optimizer), std::move(core)};
+}
+template <class O>
+requires std::derived_from<O, torch::optim::Optimizer> PreparedOptimizer<O> prepare_optimizer(
+    std::unique_ptr<O> optimizer, std::shared_ptr<GradientState> gradients,
+    std::shared_ptr<GradScaler> scaler = nullptr) {
+  return prepare_optimizer(std::shared_ptr<O>(std::move(optimizer)), std::move(gradients),
+                           std::move(scaler));
+}
+template <class O>
+requires(std::derived_from<O, torch::optim::Optimizer> && !std::is_lvalue_reference_v<O>)
+    PreparedOptimizer<O> prepare_optimizer(O&& optimizer, std::shared_ptr<GradientState> gradients,
+                                           std::shared_ptr<GradScaler> scaler = nullptr) {
+  return prepare_optimizer(std::make_shared<O>(std::move(optimizer)), std::move(gradients),
+                           std::move(scaler));
+}
+
+}  // namespace accelerate

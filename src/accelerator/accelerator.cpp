@@ -1,0 +1,402 @@
+#include <accelerate/accelerator/accelerator.hpp>
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/parallel/ddp.hpp>
+
+#include "accelerator/resolve.hpp"
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+
+namespace accelerate {
+
+NoSyncScope::NoSyncScope(std::vector<std::shared_ptr<detail::PreparedModuleCore>> modules, bool no_sync) {
+  before_.reserve(modules.size());
+  for (auto& module : modules) {
+    const bool before = module->no_sync;
+    module->no_sync = before || no_sync;
+    before_.emplace_back(std::move(module), before);
+  }
+}
+
+NoSyncScope::~NoSyncScope() {
+  for (auto& [module, before] : before_) module->no_sync = before;
+}
+
+namespace {
+
+/// Gives the random number generators rank 0's state before each pass over a loader.
+class SynchronizingObserver final : public LoaderObserver {
+ public:
+  SynchronizingObserver(std::shared_ptr<LoaderObserver> next, std::vector<RngType> types, comm::Group group)
+      : next_(std::move(next)), types_(std::move(types)), group_(std::move(group)) {}
+
+  void loader_begins(const LoaderProgress& progress) override {
+    synchronize_rng_states(types_, group_);
+    next_->loader_begins(progress);
+  }
+  void loader_ends(const LoaderProgress& progress) noexcept override { next_->loader_ends(progress); }
+
+ private:
+  std::shared_ptr<LoaderObserver> next_;
+  std::vector<RngType> types_;
+  comm::Group group_;
+};
+
+}  // namespace
+
+Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) {
+  const Environment environment = Environment::process();
+  const ResolvedOptions resolved = resolve(options, environment, read_config_file(options, environment));
+  state_ = &State::initialize(resolved.state, environment);
+  mixed_precision_ = resolved.mixed_precision;
+  check_supported(mixed_precision_, device());
+  strategy_ = resolved.strategy;
+  if (strategy_ == StrategyKind::automatic) {
+    strategy_ = num_processes() > 1 ? StrategyKind::ddp : StrategyKind::single;
+  }
+  if (strategy_ == StrategyKind::single && num_processes() > 1) {
+    throw ConfigError(text::concat("The strategy is single, and there are ", num_processes(),
+                                   " processes, which would each train a module of their own. Use ddp, or start one "
+                                   "process."));
+  }
+  gradient_state_ = std::make_shared<GradientState>(resolved.gradient_accumulation, world());
+  if (mixed_precision_ == MixedPrecision::fp16 && options_.grad_scaler().enabled()) {
+    scaler_ = std::make_shared<GradScaler>(options_.grad_scaler(), world());
+  }
+  loader_observer_ = gradient_state_;
+  std::vector<RngType> types;
+  for (const RngType type : options_.rng_types()) {
+    // The order of samples is a function of seed and epoch: a sampler's generator is alike already.
+    if (type != RngType::generator) types.push_back(type);
+  }
+  if (!types.empty() && world().size() > 1) {
+    loader_observer_ = std::make_shared<SynchronizingObserver>(gradient_state_, std::move(types), world());
+  }
+}
+
+Accelerator::~Accelerator() = default;
+
+std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record, const void* identity,
+                                                                      bool evaluation_mode) {
+  for (ModuleEntry& entry : modules_) {
+    if (entry.identity == identity && (entry.trained || evaluation_mode)) return entry.core;
+  }
+  const auto trainable = [](const NamedTensor& entry) { return entry.tensor.requires_grad(); };
+  const auto elsewhere = [&](const NamedTensor& entry) { return entry.tensor.device() != device(); };
+  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+    const auto found = std::find_if(tensors->begin(), tensors->end(), elsewhere);
+    if (found == tensors->end()) continue;
+    if (!options_.device_placement()) {
+      throw StateError(text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
+                                    ", and this process trains on ", device().str(),
+                                    ". Move the module there before prepare(), or switch device_placement on."));
+    }
+    record.to(device());
+    break;
+  }
+
+  auto core = std::make_shared<detail::PreparedModuleCore>();
+  const bool trained =
+      !evaluation_mode && std::any_of(record.parameters().begin(), record.parameters().end(), trainable);
+  // The one place that knows the strategies.
+  if (trained && strategy_ == StrategyKind::ddp && world().size() > 1) {
+    core->strategy = std::make_shared<parallel::Ddp>(std::move(record), world(), options_.ddp());
+  } else {
+    core->strategy = std::make_shared<parallel::Strategy>(std::move(record));
+  }
+  core->gradient_state = gradient_state_;
+  core->device = device();
+  core->mixed_precision = mixed_precision_;
+  core->autocast = options_.autocast();
+  modules_.push_back({identity, core, trained});
+  for (const auto& optimizer : optimizers_) link(optimizer, core);
+  return core;
+}
+
+std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(std::shared_ptr<torch::optim::Optimizer> optimizer) {
+  for (const auto& known : optimizers_) {
+    if (&known->optimizer() == optimizer.get()) return known;
+  }
+  auto core = std::make_shared<OptimizerCore>(std::move(optimizer), gradient_state_, scaler_);
+  optimizers_.push_back(core);
+  for (const ModuleEntry& entry : modules_) link(core, entry.core);
+  return core;
+}
+
+void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
+                       const std::shared_ptr<detail::PreparedModuleCore>& module) {
+  if (!optimizer->link(module->strategy)) return;
+  for (ModuleEntry& entry : modules_) entry.has_optimizer |= entry.core == module;
+}
+
+std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(const torch::optim::Optimizer* optimizer) const {
+  // LibTorch's schedulers do not say which optimizer they drive; those follow all of them.
+  std::vector<std::shared_ptr<OptimizerCore>> followed;
+  for (const auto& known : optimizers_) {
+    if (optimizer == nullptr || &known->optimizer() == optimizer) followed.push_back(known);
+  }
+  if (followed.empty()) {
+    throw StateError(text::concat("prepare() was given a scheduler ",
+                                  optimizer == nullptr ? "and no optimizer has been prepared"
+                                                       : "whose optimizer has not been prepared",
+                                  ", so the scheduler cannot follow its steps. Give the optimizer to prepare() too, before "
+                                  "or together with the scheduler."));
+  }
+  return std::make_shared<SchedulerCore>(gradient_state_, std::move(followed),
+                                         SchedulerOptions()
+                                             .step_with_optimizer(options_.step_scheduler_with_optimizer())
+                                             .split_batches(options_.dataloader().split_batches())
+                                             .per_process_steps(options_.per_process_scheduler_steps())
+                                             .num_processes(num_processes()));
+}
+
+void Accelerator::backward(const at::Tensor& loss) {
+  const std::int64_t steps = gradient_state_->num_steps();
+  require_prepared_optimizers();
+  gradient_state_->add_backward();
+  run_backward(steps == 1 ? loss : loss / steps);
+}
+
+void Accelerator::backward(const at::Tensor& loss_sum, double count) {
+  require_prepared_optimizers();
+  gradient_state_->add_backward(count);
+  run_backward(loss_sum);
+}
+
+void Accelerator::run_backward(const at::Tensor& loss) {
+  if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
+    std::string found = "an undefined tensor";
+    if (loss.defined()) {
+      found = text::concat("a tensor of shape [", text::join(loss.sizes()), "]",
+                           loss.requires_grad() ? "" : " that does not require gradients");
+    }
+    throw StateError(text::concat("backward() was given ", found,
+                                  ", and a loss of one element that requires gradients was expected. Reduce it with "
+                                  "mean() or sum(), and compute it from the output of a prepared module outside of "
+                                  "NoGradGuard."));
+  }
+  (scaler_ ? scaler_->scale(loss) : loss).backward();
+  for (ModuleEntry& entry : modules_) {
+    if (!entry.core->used_since_backward) continue;
+    entry.core->strategy->after_backward();
+    entry.core->used_since_backward = false;
+  }
+}
+
+void Accelerator::require_prepared_optimizers() const {
+  // A bare optimizer would step on scaled or partial gradients. In the plain case it is harmless.
+  if (!scaler_ && gradient_state_->num_steps() == 1) return;
+  for (const ModuleEntry& entry : modules_) {
+    if (!entry.core->used_since_backward || !entry.trained || entry.has_optimizer) continue;
+    throw StateError(text::concat(
+        "No prepared optimizer holds the parameters of a prepared module, and ",
+        scaler_ ? "fp16 gradients are scaled" : "gradients are accumulated over several micro-batches",
+        ", which an optimizer that was not prepared knows nothing of. Give the optimizer to prepare() and use what it "
+        "returns."));
+  }
+}
+
+bool Accelerator::begin_micro_batch() {
+  gradient_state_->begin_micro_batch();
+  return !gradient_state_->reduces_gradients();
+}
+
+void Accelerator::trigger_sync_in_backward(PreparedModuleBase& module) {
+  module.strategy().sync_in_next_backward();
+}
+
+bool Accelerator::optimizer_step_was_skipped() const {
+  return std::any_of(optimizers_.begin(), optimizers_.end(),
+                     [](const auto& optimizer) { return optimizer->step_was_skipped(); });
+}
+
+void Accelerator::join(const std::vector<std::shared_ptr<detail::PreparedModuleCore>>& modules,
+                       const std::function<void()>& loop) {
+  std::vector<parallel::Ddp*> joined;
+  for (const auto& module : modules) {
+    if (auto* ddp = dynamic_cast<parallel::Ddp*>(module->strategy.get())) {
+      joined.push_back(ddp);
+    } else if (num_processes() > 1) {
+      throw UnsupportedError(text::concat("join_uneven_inputs() was given a module under the strategy \"",
+                                          module->strategy->name(),
+                                          "\", and only ddp can go on without a rank. Use even_batches."));
+    }
+  }
+  if (joined.size() > 1) {
+    throw UnsupportedError(
+        "join_uneven_inputs() takes one data-parallel module: with several, a rank that has run out cannot know whose "
+        "turn it is. Put them into one module.");
+  }
+  if (!loop) throw ConfigError("join_uneven_inputs() was given no loop. Give a function as its last argument.");
+  for (auto* ddp : joined) ddp->set_join(true);
+  try {
+    loop();
+    for (auto* ddp : joined) ddp->shadow_until_all_joined();
+  } catch (...) {
+    for (auto* ddp : joined) ddp->set_join(false);
+    throw;
+  }
+  for (auto* ddp : joined) ddp->set_join(false);
+}
+
+void Accelerator::unscale_gradients() {
+  for (const auto& optimizer : optimizers_) optimizer->finish_gradients();
+}
+
+void Accelerator::require_whole_gradients(const char* operation) const {
+  if (sync_gradients()) return;
+  throw StateError(text::concat(operation,
+                                " was called within an accumulation window, where gradients are partial sums and not yet "
+                                "averaged over the ranks. Call it only if accelerator.sync_gradients()."));
+}
+
+namespace {
+
+// As torch.nn.utils.clip_grad_norm_.
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm) {
+  return at::clamp(max_norm / (norm + 1e-6), /*min=*/std::nullopt, /*max=*/1.0);
+}
+
+}  // namespace
+
+at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm, double norm_type) {
+  require_whole_gradients("clip_grad_norm_()");
+  unscale_gradients();
+  const at::NoGradGuard no_grad;
+  const at::Tensor norm = model.strategy().grad_norm(norm_type);
+  if (std::isfinite(max_norm)) model.strategy().scale_gradients_(clip_factor(norm, max_norm));
+  return norm;
+}
+
+at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
+  require_whole_gradients("clip_grad_norm_()");
+  for (const at::Tensor& parameter : parameters) {
+    for (const ModuleEntry& entry : modules_) {
+      const at::Tensor leaf = entry.core->strategy->optimizer_leaf(parameter);
+      if (leaf.defined() && !leaf.is_same(parameter)) {
+        throw StateError(text::concat(
+            "clip_grad_norm_() was given parameters of a module under the strategy \"", entry.core->strategy->name(),
+            "\", whose gradients are spread over the ranks. Give it the prepared module instead."));
+      }
+    }
+  }
+  unscale_gradients();
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  }
+  if (gradients.empty()) return at::zeros({}, at::TensorOptions().device(device()));
+  const at::Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, norm_type)), norm_type);
+  at::_foreach_mul_(gradients, clip_factor(norm, max_norm));
+  return norm;
+}
+
+void Accelerator::clip_grad_value_(PreparedModuleBase& model, double limit) {
+  require_whole_gradients("clip_grad_value_()");
+  unscale_gradients();
+  model.strategy().clip_grad_value_(limit);
+}
+
+std::vector<Json> Accelerator::gather_object(const Json& object) const { return comm::gather_object(object, world()); }
+
+void Accelerator::broadcast_object_list(std::vector<Json>& objects, int source) const {
+  comm::broadcast_object_list(objects, world(), source);
+}
+
+AutocastScope Accelerator::autocast() const {
+  return AutocastScope(device().type(), mixed_precision_, options_.autocast());
+}
+
+bool Accelerator::check_trigger() {
+  if (world().size() == 1) return std::exchange(trigger_, false);
+  const at::Tensor raised =
+      at::full({1}, trigger_ ? 1 : 0, at::TensorOptions().device(device()).dtype(at::kInt));
+  world().all_reduce(raised, comm::ReduceOp::max).wait();
+  trigger_ = false;
+  return raised.item<int>() > 0;
+}
+
+data::LoaderContext Accelerator::loader_context() const {
+  const Topology& topology = state_->topology();
+  data::LoaderContext context;
+  context.group = world();
+  context.node_rank = topology.node_rank;
+  context.num_nodes = topology.num_nodes;
+  context.local_rank = topology.local_rank;
+  context.local_world_size = topology.local_world_size;
+  context.device = device();
+  context.device_placement = options_.device_placement();
+  context.configuration = options_.dataloader();
+  context.observer = loader_observer_;
+  context.gradient_accumulation_steps = gradient_state_->num_steps();
+  // The seed the program last set, as it is on rank 0.
+  const auto seed = at::globalContext().defaultGenerator(at::kCPU).current_seed();
+  context.seed = static_cast<std::int64_t>(std::stoull(world().broadcast_bytes(std::to_string(seed))));
+  return context;
+}
+
+namespace {
+
+// `first` runs the function before the others of its group do; whatever it throws reaches them all.
+void run_first(const comm::Group& group, const char* operation, const std::function<void()>& function) {
+  if (group.size() == 1) return function();
+  std::exception_ptr failure;
+  std::string outcome;
+  if (group.rank() == 0) {
+    try {
+      function();
+    } catch (const std::exception& error) {
+      failure = std::current_exception();
+      outcome = describe(error);
+      if (outcome.empty()) outcome = "an error without a message";
+    }
+  }
+  outcome = group.broadcast_bytes(outcome, 0);
+  if (failure) std::rethrow_exception(failure);
+  if (!outcome.empty()) {
+    throw DistributedError(text::concat("The first process failed in ", operation, "(), so this one did not start: ", outcome),
+                           operation, group.rank());
+  }
+  if (group.rank() != 0) function();
+}
+
+}  // namespace
+
+void Accelerator::main_process_first(const std::function<void()>& function) const {
+  run_first(world(), "main_process_first", function);
+}
+
+void Accelerator::local_main_process_first(const std::function<void()>& function) const {
+  const Topology& topology = state_->topology();
+  if (topology.num_nodes <= 1) return run_first(world(), "local_main_process_first", function);
+  run_first(world().split(topology.node_rank, topology.local_rank, "node"), "local_main_process_first", function);
+}
+
+void Accelerator::print_line(const std::string& line) { std::cout << line << std::endl; }
+
+void Accelerator::free_memory() {
+  modules_.clear();
+  optimizers_.clear();
+  gradient_state_->set_step(0);
+  if (!device().is_cpu()) at::accelerator::emptyCache();
+}
+
+void Accelerator::end_training() {
+  if (!State::is_initialized()) return;
+  wait_for_everyone();
+  free_memory();
+  State::shutdown();
+}
+
+}  // namespace accelerate

@@ -1,0 +1,96 @@
+#include <accelerate/accelerator/prepared_module.hpp>
+#include <accelerate/accelerator/prepared_script_module.hpp>
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/optim/gradient_state.hpp>
+
+#include <ATen/core/grad_mode.h>
+
+namespace accelerate {
+namespace detail {
+
+ForwardPass::ForwardPass(PreparedModuleCore& core) : core_(core) {
+  context_.grad_enabled = at::GradMode::is_enabled();
+  context_.sync = !core.no_sync;
+  core_.strategy->before_forward(context_);
+  if (core_.mixed_precision != MixedPrecision::no) {
+    autocast_.emplace(core_.device.type(), core_.mixed_precision, core_.autocast);
+  }
+}
+
+bool ForwardPass::wants_outputs() const noexcept {
+  return core_.strategy->wants_outputs() && context_.grad_enabled && context_.sync;
+}
+
+void ForwardPass::finish(const std::vector<at::Tensor>& outputs) {
+  core_.strategy->after_forward(context_, outputs);
+  if (context_.grad_enabled) core_.used_since_backward = true;
+}
+
+void raise_outputs_unknown() {
+  throw UnsupportedError(
+      "The module's forward returns a type whose tensors the library cannot find, and they are needed: to cast half "
+      "precision outputs back to fp32, or to find unused parameters. Specialise accelerate::TreeTraits for that type, or "
+      "return tensors, pairs, tuples, vectors, maps or optionals of them.");
+}
+
+namespace {
+
+void collect_tensors(const c10::IValue& value, std::vector<at::Tensor>& into) {
+  value.visit([&](const c10::IValue& part) {
+    if (part.isTensor() && part.toTensor().defined()) into.push_back(part.toTensor());
+    return false;
+  });
+}
+
+c10::IValue cast_value_to_fp32(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(cast_to_fp32(value.toTensor())) : value;
+  if (value.isTuple()) {
+    std::vector<c10::IValue> parts;
+    for (const auto& part : value.toTupleRef().elements()) parts.push_back(cast_value_to_fp32(part));
+    return value.toTupleRef().type()->schema() != nullptr
+               ? c10::IValue(c10::ivalue::Tuple::createNamed(
+                     std::move(parts), value.toTupleRef().type()->expect<c10::TupleType>()))
+               : c10::IValue(c10::ivalue::Tuple::create(std::move(parts)));
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> parts;
+    for (const at::Tensor& part : value.toTensorVector()) parts.push_back(cast_to_fp32(part));
+    return parts;
+  }
+  if (value.isList()) {
+    auto parts = c10::impl::GenericList(value.toList().elementType());
+    for (const c10::IValue& part : value.toListRef()) parts.push_back(cast_value_to_fp32(part));
+    return parts;
+  }
+  if (value.isGenericDict()) {
+    const auto& dictionary = value.toGenericDict();
+    c10::impl::GenericDict parts(dictionary.keyType(), dictionary.valueType());
+    for (const auto& entry : dictionary) parts.insert(entry.key(), cast_value_to_fp32(entry.value()));
+    return parts;
+  }
+  return value;
+}
+
+}  // namespace
+}  // namespace detail
+
+std::vector<at::Tensor> PreparedModuleBase::parameters() const {
+  std::vector<at::Tensor> all;
+  for (const auto& [name, tensor] : named_parameters()) all.push_back(tensor);
+  return all;
+}
+
+c10::IValue PreparedModule<torch::jit::Module>::call(const std::string& method, std::vector<c10::IValue> inputs) {
+  detail::ForwardPass pass(*core_);
+  c10::IValue result = module_->get_method(method)(std::move(inputs));
+  const bool cast = pass.casts_outputs();
+  pass.leave_autocast();
+  if (cast) result = detail::cast_value_to_fp32(result);
+  std::vector<at::Tensor> outputs;
+  if (pass.wants_outputs()) detail::collect_tensors(result, outputs);
+  pass.finish(outputs);
+  return result;
+}
+
+}  // namespace accelerate

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <accelerate/accelerator/options.hpp>
+#include <accelerate/base/environment.hpp>
+#include <accelerate/base/json.hpp>
+#include <accelerate/state/state.hpp>
+
+namespace accelerate {
+
+/// AcceleratorOptions with every question answered.
+struct ResolvedOptions {
+  StateOptions state;
+  MixedPrecision mixed_precision = MixedPrecision::no;
+  StrategyKind strategy = StrategyKind::automatic;
+  GradientAccumulationOptions gradient_accumulation;
+};
+
+/// The one place where arguments, environment and configuration file meet: argument > environment >
+/// file > default. Pure: reads nothing else. Throws ConfigError for anything unusable, UnsupportedError
+/// for what LibTorch does not have (XLA, MPS, dynamo, ...), each naming where it was said.
+ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment, const Json& file);
+
+/// The configuration file named by `options` or the environment, or an empty object. Throws
+/// ConfigError when it cannot be read or is not a JSON object.
+Json read_config_file(const AcceleratorOptions& options, const Environment& environment);
+
+}  // namespace accelerate

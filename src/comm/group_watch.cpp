@@ -1,0 +1,280 @@
+#include "comm/group_watch.hpp"
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace accelerate::comm {
+
+using std::chrono::milliseconds;
+using text::concat;
+using Clock = std::chrono::steady_clock;
+
+GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks, milliseconds timeout,
+                       std::shared_ptr<Liveness> liveness, bool is_world)
+    : name_(std::move(name)),
+      rank_(rank),
+      global_ranks_(std::move(global_ranks)),
+      timeout_(timeout),
+      liveness_(std::move(liveness)),
+      is_world_(is_world) {}
+
+OperationName GroupWatch::operation(const char* kind) const {
+  return {kind, name_, rank_, static_cast<int>(global_ranks_.size())};
+}
+
+void GroupWatch::count(const char* kind, std::int64_t bytes) {
+  if (is_world_) liveness_->count_operation();
+  const std::lock_guard lock(mutex_);
+  auto& count = traffic_[kind];
+  ++count.calls;
+  count.bytes += bytes;
+}
+
+Traffic GroupWatch::traffic() const {
+  const std::lock_guard lock(mutex_);
+  return Traffic{traffic_};
+}
+
+void GroupWatch::reset_traffic() {
+  const std::lock_guard lock(mutex_);
+  traffic_.clear();
+}
+
+void GroupWatch::abort_on_loss(c10d::Backend* backend) {
+  const std::lock_guard lock(abort_mutex_);
+  abortable_.push_back(backend);
+}
+
+void GroupWatch::forget(c10d::Backend* backend) {
+  const std::lock_guard lock(abort_mutex_);
+  std::erase(abortable_, backend);
+}
+
+std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName& name,
+                                          const std::exception_ptr& cause) const {
+  const int world_rank = global_ranks_[static_cast<std::size_t>(rank_)];
+  const std::string message =
+      loss.rank == world_rank
+          ? concat(name.text(), " failed because the other ranks gave this one up: ", loss.reason,
+                   ". Was the process stopped, or its machine asleep? The time allowed is ACCELERATE_HEARTBEAT_TIMEOUT, in seconds.")
+          : concat(name.text(), " failed because rank ", loss.rank, " was lost: ", loss.reason, ". The reason is in the output of rank ",
+                   loss.rank, ".");
+  try {
+    if (cause) {
+      try {
+        std::rethrow_exception(cause);
+      } catch (...) {
+        std::throw_with_nested(PeerLostError(message, name.operation, rank_, loss.rank));
+      }
+    }
+    throw PeerLostError(message, name.operation, rank_, loss.rank);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+void GroupWatch::check_alive(const char* kind, int peer) const {
+  if (const auto loss = liveness_->loss()) std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
+  for (const auto& gone : liveness_->departures()) {
+    const auto member = std::find(global_ranks_.begin(), global_ranks_.end(), gone.rank);
+    if (member == global_ranks_.end() || (peer >= 0 && member - global_ranks_.begin() != peer)) continue;
+    throw PeerLostError(concat(operation(kind).text(), " needs rank ", gone.rank,
+                               ", which has left the run (it ended, or shut its groups down). All ranks have to make the same calls."),
+                        kind, rank_, gone.rank);
+  }
+}
+
+std::exception_ptr GroupWatch::with_laggards(const std::exception_ptr& timeout, const OperationName& name) const {
+  const auto behind = is_world_ ? liveness_->behind() : std::vector<int>{};
+  if (behind.empty()) return timeout;
+  try {
+    std::rethrow_exception(timeout);
+  } catch (const TimeoutError& error) {
+    try {
+      std::throw_with_nested(TimeoutError(
+          concat(error.what(), " By its last sign of life, rank ", text::join(behind), " had not started this operation."),
+          name.operation, rank_));
+    } catch (...) {
+      return std::current_exception();
+    }
+  } catch (...) {
+    return timeout;
+  }
+}
+
+std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure, const OperationName& name) const {
+  const auto kind = classify(failure);
+  if (kind == FailureKind::ours) return failure;
+  // Whatever the backend says once a rank is lost, that is why.
+  const auto loss = kind == FailureKind::connection ? liveness_->wait_for_loss(liveness_->patience()) : liveness_->loss();
+  if (loss) return lost_error(*loss, name, failure);
+  const auto translated = translate(failure, name, timeout_);
+  return kind == FailureKind::timeout ? with_laggards(translated, name) : translated;
+}
+
+void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    works_.emplace(work.get(), work);
+  }
+  // A loss found before the work was entered told everyone but it.
+  if (const auto loss = liveness_->loss()) work->fail(lost_error(*loss, work->name(), nullptr));
+}
+
+void GroupWatch::remove(ObservedWork* work) {
+  const std::lock_guard lock(mutex_);
+  works_.erase(work);
+}
+
+std::vector<c10::intrusive_ptr<ObservedWork>> GroupWatch::under_way() const {
+  std::vector<c10::intrusive_ptr<ObservedWork>> works;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [ignored, weak] : works_) {
+    if (auto work = weak.lock()) works.push_back(std::move(work));
+  }
+  return works;
+}
+
+void GroupWatch::peer_lost(const Loss& loss) {
+  for (const auto& work : under_way()) work->fail(lost_error(loss, work->name(), nullptr));
+  const std::lock_guard lock(abort_mutex_);
+  for (c10d::Backend* backend : abortable_) backend->abort();
+}
+
+void GroupWatch::tick() {
+  const auto now = Clock::now();
+  const auto works = under_way();
+  if (works.empty()) return;
+  for (const auto& work : works) work->explain_by(now);
+  for (const auto& gone : liveness_->departures()) {
+    const auto member = std::find(global_ranks_.begin(), global_ranks_.end(), gone.rank);
+    // What it sent before it left may still be on its way.
+    if (member == global_ranks_.end() || now - gone.when < liveness_->patience()) continue;
+    const int in_group = static_cast<int>(member - global_ranks_.begin());
+    for (const auto& work : works) {
+      if (work->peer() >= 0 && work->peer() != in_group) continue;
+      work->fail(std::make_exception_ptr(PeerLostError(
+          concat(work->name().text(), " waits for rank ", gone.rank,
+                 ", which has left the run (it ended, or shut its groups down). All ranks have to make the same calls."),
+          work->name().operation, rank_, gone.rank)));
+    }
+  }
+}
+
+ObservedWork::ObservedWork(std::shared_ptr<GroupWatch> watch, const char* kind, c10d::OpType type, int peer,
+                           c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> outputs,
+                           std::function<void()> finish)
+    : Work(-1, type),
+      watch_(std::move(watch)),
+      name_(watch_->operation(kind)),
+      peer_(peer),
+      inner_(std::move(inner)),
+      outputs_(std::move(outputs)),
+      finish_(std::move(finish)),
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+void ObservedWork::start() {
+  const auto self = c10::intrusive_ptr<ObservedWork>::unsafe_reclaim_from_nonowning(this);
+  watch_->add(self);
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = inner_->getFuture();
+  } catch (const c10::Error&) {
+    // gloo's sends and receives have no future: they make progress by themselves and are looked after
+    // in wait().
+    point_to_point_ = true;
+    return;
+  }
+  future->addCallback([self](c10::ivalue::Future& done) {
+    if (done.hasError()) {
+      self->inner_failed(done.exception_ptr());
+    } else {
+      self->complete();
+    }
+  });
+}
+
+bool ObservedWork::claim() {
+  {
+    const std::lock_guard lock(settle_mutex_);
+    if (std::exchange(settled_, true)) return false;
+  }
+  watch_->remove(this);
+  return true;
+}
+
+void ObservedWork::complete() {
+  if (!claim()) return;
+  try {
+    if (finish_) finish_();
+  } catch (...) {
+    const auto error = translate(std::current_exception(), name_, watch_->timeout());
+    future_->setError(error);
+    finish(error);
+    return;
+  }
+  future_->markCompleted(c10::IValue(outputs_));
+  finish();
+}
+
+void ObservedWork::fail(const std::exception_ptr& error) {
+  if (!claim()) return;
+  future_->setError(error);
+  finish(error);
+  if (point_to_point_) inner_->abort();
+}
+
+void ObservedWork::inner_failed(const std::exception_ptr& failure) {
+  if (classify(failure) == FailureKind::connection && !watch_->knows_loss()) {
+    // Who it was is known in a moment; this thread is the backend's and must not wait for it.
+    const std::lock_guard lock(settle_mutex_);
+    suspected_ = failure;
+    suspected_until_ = Clock::now() + watch_->patience();
+    return;
+  }
+  fail(watch_->explain(failure, name_));
+}
+
+void ObservedWork::explain_by(Clock::time_point now) {
+  std::exception_ptr failure;
+  {
+    const std::lock_guard lock(settle_mutex_);
+    if (settled_ || !suspected_ || now < suspected_until_) return;
+    failure = suspected_;
+  }
+  fail(translate(failure, name_, watch_->timeout()));
+}
+
+bool ObservedWork::isCompleted() {
+  const std::lock_guard lock(mutex_);
+  return completed_;
+}
+
+bool ObservedWork::wait(milliseconds timeout) {
+  if (point_to_point_ && !isCompleted()) {
+    try {
+      const bool arrived = inner_->wait(timeout == kNoTimeout ? watch_->timeout() : timeout);
+      if (arrived) {
+        complete();
+      } else {
+        inner_failed(std::make_exception_ptr(std::runtime_error("the operation was aborted")));
+      }
+    } catch (...) {
+      inner_failed(std::current_exception());
+    }
+  }
+  return Work::wait(timeout);
+}
+
+void ObservedWork::abort() {
+  inner_->abort();
+}
+
+int ObservedWork::sourceRank() const { return inner_->sourceRank(); }
+
+}  // namespace accelerate::comm

@@ -1,0 +1,122 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace c10d {
+class Store;
+}
+
+namespace accelerate::comm {
+
+/// The first rank that was lost, and how that was noticed ("its process ended").
+struct Loss {
+  int rank = -1;
+  std::string reason;
+};
+
+/// Is told, on the watch's own thread, what the watch finds out.
+class LivenessListener {
+ public:
+  virtual ~LivenessListener() = default;
+  virtual void peer_lost(const Loss& loss) = 0;
+  /// Comes every so often, for what has to happen after a while.
+  virtual void tick() = 0;
+};
+
+/// Knows which processes of the run are alive. Every rank keeps one connection to rank 0 and sends a
+/// beat along it; rank 0 tells all who was lost. The end of a process closes its connection and is
+/// noticed at once; one that hangs or whose machine is gone is noticed by its silence. Apart from
+/// the store, because a store's connection can be blocked for long by one who waits.
+class Liveness {
+ public:
+  /// Rank 0 listens and leaves its port in the store; the others connect to `host`. `silence` is how
+  /// long a rank may say nothing; zero: as long as it likes.
+  Liveness(c10d::Store& store, const std::string& host, int rank, int world_size, std::chrono::milliseconds silence,
+           std::chrono::milliseconds connect_timeout);
+  ~Liveness();
+  Liveness(const Liveness&) = delete;
+  Liveness& operator=(const Liveness&) = delete;
+
+  void subscribe(const std::shared_ptr<LivenessListener>& listener);
+
+  std::optional<Loss> loss() const;
+  /// Waits up to `patience` for somebody to be found lost.
+  std::optional<Loss> wait_for_loss(std::chrono::milliseconds patience) const;
+  /// How long it takes at most until a silent rank is found lost.
+  std::chrono::milliseconds patience() const noexcept;
+  /// The ranks that left of their own accord, and when.
+  struct Departure {
+    int rank;
+    std::chrono::steady_clock::time_point when;
+  };
+  std::vector<Departure> departures() const;
+
+  /// Counts operations on the group of all ranks, so that those who fell behind can be named.
+  void count_operation() noexcept { ++operations_; }
+  /// The ranks (the first few) that have started the fewest operations, when fewer than this one.
+  std::vector<int> behind() const;
+
+  /// Rank 0: waits up to `patience` for the others to leave.
+  void wait_for_departures(std::chrono::milliseconds patience) const;
+  /// Ends the watch. Unless `quietly`, the others are told that this rank went of its own accord.
+  void leave(bool quietly) noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Message;
+  struct Peer {
+    int rank = -1;
+    int socket = -1;
+    Clock::time_point heard;
+    std::uint64_t operations = 0;
+    std::vector<std::uint8_t> received;
+  };
+
+  void listen(c10d::Store& store);
+  void accept_everyone(std::chrono::milliseconds timeout);
+  void connect(c10d::Store& store, const std::string& host, std::chrono::milliseconds timeout);
+  void run();
+  void read(Peer& peer);
+  void handle(Peer& peer, const Message& message);
+  void judge_silence(Clock::time_point now);
+  void beat();
+  void say(const Peer& peer, const Message& message) const;
+  void say_all(const Message& message) const;
+  void declare_lost(int rank, const std::string& reason);
+  void declare_departed(int rank);
+  bool has_departed(int rank) const;
+  void drop(Peer& peer);
+  std::vector<std::shared_ptr<LivenessListener>> listeners();
+
+  const int rank_;
+  const int world_size_;
+  const std::chrono::milliseconds silence_;
+  const std::chrono::milliseconds interval_;
+  int listening_ = -1;
+  int wake_ = -1;
+  // Rank 0: one for each other rank. Others: rank 0 alone. Touched by the thread only.
+  std::vector<Peer> peers_;
+  std::atomic<std::uint64_t> operations_{0};
+  std::atomic<bool> stop_{false};
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::optional<Loss> loss_;
+  std::vector<Departure> departures_;
+  std::vector<int> behind_;
+  std::uint64_t least_operations_ = 0;
+  std::vector<std::weak_ptr<LivenessListener>> listeners_;
+
+  std::thread thread_;
+};
+
+}  // namespace accelerate::comm

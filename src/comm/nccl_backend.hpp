@@ -1,0 +1,17 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+
+namespace accelerate::comm {
+
+/// False when the library was built without NCCL.
+bool have_nccl();
+/// c10d's NCCL backend. Collective over the ranks that use the same store. Throws UnsupportedError
+/// when the library was built without NCCL.
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    std::chrono::milliseconds timeout);
+
+}  // namespace accelerate::comm

@@ -1,0 +1,195 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/optim/optimizer.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+namespace accelerate {
+namespace {
+
+template <class Visitor>
+void for_each_parameter(torch::optim::Optimizer& optimizer, Visitor&& visitor) {
+  for (auto& group : optimizer.param_groups()) {
+    for (at::Tensor& parameter : group.params()) visitor(parameter);
+  }
+}
+
+}  // namespace
+
+OptimizerCore::OptimizerCore(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                             std::shared_ptr<GradientState> gradients,
+                             std::shared_ptr<GradScaler> scaler)
+    : optimizer_(std::move(optimizer)),
+      gradients_(std::move(gradients)),
+      scaler_(std::move(scaler)),
+      skips_on_device_(dynamic_cast<SkipsOnDevice*>(optimizer_.get())) {
+  if (optimizer_ == nullptr)
+    throw ConfigError("A null optimizer was given to prepare. Construct it first.");
+  if (scaler_ != nullptr && !scaler_->enabled()) scaler_.reset();
+}
+
+bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
+  bool linked = false;
+  auto& state = optimizer_->state();
+  for_each_parameter(*optimizer_, [&](at::Tensor& parameter) {
+    const at::Tensor leaf = strategy->optimizer_leaf(parameter);
+    if (!leaf.defined()) return;
+    linked = true;
+    if (leaf.is_same(parameter)) return;
+    const auto found = state.find(parameter.unsafeGetTensorImpl());
+    if (found != state.end()) {
+      throw StateError(text::concat(
+          "A parameter of shape [", text::join(parameter.sizes()),
+          "] is being sharded after its optimizer has stepped, and its optimizer state is whole. "
+          "Prepare the model and the optimizer before the first step."));
+    }
+    parameter = leaf;
+  });
+  if (linked && std::find(strategies_.begin(), strategies_.end(), strategy) == strategies_.end()) {
+    strategies_.push_back(std::move(strategy));
+  }
+  return linked;
+}
+
+at::Tensor OptimizerCore::step(const Closure& closure) {
+  if (!gradients_->sync_gradients()) return {};
+  if (scaler_ != nullptr && closure) {
+    throw UnsupportedError(
+        "optimizer.step was given a closure under a gradient scaler (mixed precision fp16): each "
+        "call of the closure would need its own scale. Use bf16, or an optimizer without a "
+        "closure.");
+  }
+  skipped_.reset();
+  at::Tensor result;
+  if (closure) {
+    result = optimizer_->step([&] {
+      at::Tensor loss = closure();
+      ready_gradients();
+      return loss;
+    });
+  } else {
+    ready_gradients();
+    result = scaler_ != nullptr ? step_scaled() : optimizer_->step();
+  }
+  ++steps_;
+  gradients_->end_window();
+  for (const auto& strategy : strategies_) strategy->after_step();
+  return result;
+}
+
+void OptimizerCore::ready_gradients() {
+  for (const auto& strategy : strategies_) strategy->check_gradients();
+  finish_gradients();
+}
+
+at::Tensor OptimizerCore::step_scaled() {
+  const void* key = optimizer_.get();
+  scaler_->mark_stepped(key);
+  const at::Tensor found_inf = scaler_->found_inf(key);
+  at::Tensor result;
+  if (skips_on_device_ != nullptr) {
+    skips_on_device_->set_found_inf(found_inf);
+    result = optimizer_->step();
+    skipped_ = found_inf;
+  } else if (found_inf.item<float>() > 0.0F) {
+    skipped_ = found_inf;
+  } else {
+    result = optimizer_->step();
+  }
+  scaler_->update_later();
+  return result;
+}
+
+void OptimizerCore::finish_gradients() {
+  if (scaler_ != nullptr && !scaler_->unscaled(optimizer_.get()))
+    scaler_->unscale_(optimizer_.get(), parameters());
+  if (!gradients_->normalises() || normalised_window_ == gradients_->window()) return;
+  normalised_window_ = gradients_->window();
+
+  const at::NoGradGuard no_grad;
+  using Kind = std::tuple<at::DeviceType, c10::DeviceIndex, at::ScalarType>;
+  std::map<Kind, std::vector<at::Tensor>> groups;
+  for_each_parameter(*optimizer_, [&](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) return;
+    const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+    groups[{values.device().type(), values.device().index(), values.scalar_type()}].push_back(
+        values);
+  });
+  for (auto& [kind, gradients] : groups) {
+    // A double factor keeps fp64 gradients exact; foreach_mul_ would promote others, so it is cast.
+    at::_foreach_mul_(gradients,
+                      gradients_->normalisation(gradients.front().device()).to(std::get<2>(kind)));
+  }
+}
+
+void OptimizerCore::zero_grad(bool set_to_none) {
+  if (!gradients_->sync_gradients()) return;
+  // torch's own zero_grad detaches the gradients in place, which views into a DDP bucket forbid.
+  for (auto& group : optimizer_->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (!gradient.defined()) continue;
+      if (set_to_none) {
+        gradient.reset();
+        continue;
+      }
+      if (gradient.grad_fn() != nullptr) gradient = gradient.detach();
+      const at::NoGradGuard no_grad;
+      gradient.zero_();
+    }
+  }
+  if (scaler_ != nullptr) scaler_->forget(optimizer_.get());
+  gradients_->end_window();
+  for (const auto& strategy : strategies_) strategy->after_step();
+}
+
+bool OptimizerCore::step_was_skipped() const {
+  return skipped_.defined() && skipped_.item<float>() > 0.0F;
+}
+
+std::vector<at::Tensor> OptimizerCore::parameters() const {
+  std::vector<at::Tensor> found;
+  for_each_parameter(*optimizer_, [&](const at::Tensor& parameter) { found.push_back(parameter); });
+  return found;
+}
+
+bool OptimizerCore::owns(const at::Tensor& wanted) const {
+  bool found = false;
+  for_each_parameter(*optimizer_, [&](const at::Tensor& parameter) {
+    found = found || parameter.is_same(wanted);
+  });
+  return found;
+}
+
+bool OptimizerCore::has_gradients() const {
+  bool found = false;
+  for_each_parameter(*optimizer_, [&](const at::Tensor& parameter) {
+    found = found || parameter.grad().defined();
+  });
+  return found;
+}
+
+std::vector<double> OptimizerCore::learning_rates() const {
+  std::vector<double> rates;
+  for (const auto& group : optimizer_->param_groups()) rates.push_back(group.options().get_lr());
+  return rates;
+}
+
+void OptimizerCore::set_learning_rates(const std::vector<double>& rates) {
+  auto& groups = optimizer_->param_groups();
+  if (rates.size() != groups.size()) {
+    throw ConfigError(text::concat(rates.size(),
+                                   " learning rates were given for an optimizer with ",
+                                   groups.size(), " parameter groups."));
+  }
+  for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(rates[i]);
+}
+
+}  // namespace accelerate

@@ -1,0 +1,336 @@
+#include <accelerate/parallel/ddp.hpp>
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/comm/native.hpp>
+
+#include "parallel/comm_hooks.hpp"
+#include "parallel/consistency.hpp"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <unordered_set>
+
+namespace accelerate::parallel {
+namespace {
+
+constexpr double kMiB = 1024.0 * 1024.0;
+// Parameters and buffers travel to the other ranks in pieces of this size, PyTorch's own.
+constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
+
+/// What the hooks on the parameters share with the strategy. Backward may run on threads of its own.
+struct GradientWatch {
+  /// Between a synchronising forward and the end of its backward: c10d::Reducer is listening.
+  std::atomic<bool> reducing{false};
+  /// The end of the running backward is already being waited for.
+  std::atomic<bool> callback_queued{false};
+  /// Gradients arrived that were not reduced since.
+  std::atomic<bool> unreduced{false};
+};
+
+class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  ArrivalHook(std::shared_ptr<GradientWatch> watch, std::unique_ptr<PostAccumulateGradHook> next)
+      : watch_(std::move(watch)), next_(std::move(next)) {}
+
+  void operator()(const torch::autograd::Variable& parameter) override {
+    if (!watch_->reducing) {
+      watch_->unreduced = true;
+    } else if (!watch_->callback_queued.exchange(true)) {
+      torch::autograd::Engine::get_default_engine().queue_callback([watch = watch_] {
+        watch->reducing = false;
+        watch->callback_queued = false;
+        // Reducer sums whole gradients, those of earlier micro-batches included.
+        watch->unreduced = false;
+      });
+    }
+    if (next_) (*next_)(parameter);
+  }
+
+ private:
+  std::shared_ptr<GradientWatch> watch_;
+  std::unique_ptr<PostAccumulateGradHook> next_;
+};
+
+}  // namespace
+
+struct Ddp::Impl {
+  comm::Group group;
+  DdpOptions options;
+  std::shared_ptr<GradientWatch> watch = std::make_shared<GradientWatch>();
+  std::vector<NamedTensor> parameters;  ///< reduced ones
+  std::vector<NamedTensor> states;      ///< all parameters and buffers that must be equal
+  std::vector<at::Tensor> buffers;      ///< broadcast ones
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  std::unique_ptr<c10d::Reducer> reducer;
+  bool join = false;
+  /// Static graph: the first backward's reduction is started by hand when it has ended.
+  bool delayed_reduction = false;
+  bool delayed_reduction_done = false;
+  /// Rank 0's buffers changed since they were last broadcast.
+  bool buffers_stale = true;
+
+  bool static_graph_first_step() const { return options.static_graph() && !delayed_reduction_done; }
+
+  // c10's errors become ours here: whatever fails below is the gradient reduction of this rank.
+  template <class Function>
+  auto translated(const char* operation, Function&& function) const {
+    try {
+      return function();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      std::throw_with_nested(DistributedError(
+          text::concat("Data-parallel training failed in ", operation, " on rank ", group.rank(), " of ", group.size(),
+                       ". ", describe(error)),
+          operation, group.rank()));
+    }
+  }
+
+  void broadcast(const std::vector<at::Tensor>& tensors, int source) {
+    if (tensors.empty()) return;
+    translated("broadcast", [&] {
+      const at::NoGradGuard no_grad;
+      c10d::broadcast_coalesced(process_group, tensors, kBroadcastBytes, source);
+    });
+  }
+
+  void finish_delayed_reduction() {
+    if (!delayed_reduction) return;
+    delayed_reduction = false;
+    delayed_reduction_done = true;
+    translated("the gradient all-reduce", [&] { reducer->delay_all_reduce(); });
+    watch->unreduced = false;
+  }
+
+  struct Announcement {
+    int source = -1;  ///< the highest rank that still has a batch; -1 when none has
+    bool sync = false;
+  };
+  /// Collective. Whether this rank has a batch and will reduce its gradients, and what the others say.
+  Announcement announce(bool active, bool sync) {
+    const at::Tensor flags = at::tensor({active ? group.rank() : -1, active && sync ? 1 : 0},
+                                        at::TensorOptions().device(device()).dtype(at::kInt));
+    group.all_reduce(flags, comm::ReduceOp::max).wait();
+    const at::Tensor host = flags.cpu();
+    return {host[0].item<int>(), host[1].item<int>() > 0};
+  }
+
+  at::Device device() const { return parameters.front().tensor.device(); }
+};
+
+Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
+    : Strategy(std::move(module)), impl_(std::make_unique<Impl>()) {
+  Impl& self = *impl_;
+  self.group = std::move(group);
+  self.options = std::move(options);
+  if (self.options.static_graph() && self.options.find_unused_parameters()) {
+    throw ConfigError(
+        "DdpOptions has both static_graph and find_unused_parameters. A static graph finds its unused parameters by "
+        "itself in the first step; drop find_unused_parameters.");
+  }
+
+  const std::unordered_set<std::string> ignored(self.options.ignored_parameters().begin(),
+                                                self.options.ignored_parameters().end());
+  std::unordered_set<std::string> unknown = ignored;
+  const auto keep = [&](const NamedTensor& entry) {
+    unknown.erase(entry.name);
+    return !ignored.contains(entry.name);
+  };
+  for (const NamedTensor& entry : module_.parameters()) {
+    if (!keep(entry)) continue;
+    self.states.push_back(entry);
+    if (entry.tensor.requires_grad()) self.parameters.push_back(entry);
+  }
+  for (const NamedTensor& entry : module_.buffers()) {
+    if (!keep(entry)) continue;
+    self.states.push_back(entry);
+    self.buffers.push_back(entry.tensor);
+  }
+  if (!unknown.empty()) {
+    throw ConfigError(text::concat("DdpOptions::ignored_parameters names ", text::join(unknown),
+                                   ", and the module has no such parameter or buffer. Names are dotted paths, for "
+                                   "example ",
+                                   module_.parameters().empty() ? "\"layer.weight\"" : module_.parameters().front().name,
+                                   "."));
+  }
+  if (self.parameters.empty()) {
+    throw StateError(
+        "The module has no parameter that requires a gradient, so there is nothing to train in parallel. Prepare it with "
+        "evaluation_mode, or switch requires_grad on for what should be trained.");
+  }
+
+  require_same_structure(self.states, self.group);
+  self.process_group = comm::process_group(self.group);
+  std::vector<at::Tensor> states;
+  for (const NamedTensor& entry : self.states) states.push_back(entry.tensor.detach());
+  self.broadcast(states, 0);
+
+  std::vector<at::Tensor> parameters;
+  std::unordered_map<std::size_t, std::string> names;
+  for (const NamedTensor& entry : self.parameters) {
+    names.emplace(parameters.size(), entry.name);
+    parameters.push_back(entry.tensor);
+  }
+  const auto bucket_bytes = static_cast<std::int64_t>(self.options.bucket_cap_mb() * kMiB);
+  const auto first_bytes = static_cast<std::int64_t>(self.options.first_bucket_mb() * kMiB);
+  if (bucket_bytes <= 0 || first_bytes <= 0) {
+    throw ConfigError(text::concat("DdpOptions has bucket_cap_mb ", self.options.bucket_cap_mb(),
+                                   " and first_bucket_mb ", self.options.first_bucket_mb(),
+                                   ", and both must be greater than 0."));
+  }
+  // The order in which gradients arrive is known only after the first step; until then one bucket
+  // cannot be launched too early.
+  std::vector<std::size_t> limits{std::numeric_limits<std::size_t>::max()};
+  if (self.options.find_unused_parameters()) {
+    limits = {static_cast<std::size_t>(first_bytes), static_cast<std::size_t>(bucket_bytes)};
+  }
+  self.translated("the set-up of gradient buckets", [&] {
+    auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits));
+    std::reverse(buckets.begin(), buckets.end());
+    self.reducer = std::make_unique<c10d::Reducer>(
+        parameters, std::move(buckets), self.process_group,
+        /*expect_sparse_gradients=*/std::vector<bool>(parameters.size(), false), bucket_bytes,
+        self.options.find_unused_parameters(), self.options.gradient_as_bucket_view(), std::move(names), first_bytes,
+        /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+        /*bucket_bytes_cap_list=*/std::vector<std::int64_t>{});
+    if (self.options.static_graph()) self.reducer->set_static_graph();
+    if (auto hook = make_comm_hook(self.options, self.group, self.process_group)) {
+      self.reducer->register_comm_hook(std::move(hook));
+    }
+  });
+
+  for (const at::Tensor& parameter : parameters) {
+    // The slot holds one hook: keep what is there.
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    auto next = std::move(slot);
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter,
+                                                   std::make_unique<ArrivalHook>(self.watch, std::move(next)));
+  }
+}
+
+Ddp::~Ddp() = default;
+
+const DdpOptions& Ddp::options() const noexcept { return impl_->options; }
+
+bool Ddp::wants_outputs() const noexcept { return impl_->options.find_unused_parameters(); }
+
+void Ddp::before_forward(const ForwardContext& context) {
+  Impl& self = *impl_;
+  const bool reduces = context.grad_enabled && context.sync;
+  if (reduces) self.reducer->prepare_for_forward();
+  int buffer_source = 0;
+  if (self.join && context.grad_enabled) buffer_source = self.announce(true, context.sync).source;
+  if (context.grad_enabled && self.reducer->should_rebuild_buckets()) {
+    self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
+  }
+  if (!self.options.broadcast_buffers() || self.buffers.empty()) return;
+  const bool training = module_.is_training();
+  // In evaluation buffers stand still, so once after training is enough; ranks may then run
+  // different numbers of evaluation batches.
+  const bool due = self.join ? reduces : (training && context.sync) || (!training && self.buffers_stale);
+  if (due) {
+    self.broadcast(self.buffers, buffer_source);
+    self.buffers_stale = training;
+  }
+}
+
+void Ddp::after_forward(const ForwardContext& context, const std::vector<at::Tensor>& outputs) {
+  Impl& self = *impl_;
+  if (!context.grad_enabled || !context.sync) return;
+  self.translated("the preparation of backward", [&] { self.reducer->prepare_for_backward(outputs); });
+  self.watch->reducing = true;
+  self.delayed_reduction = self.static_graph_first_step();
+}
+
+void Ddp::after_backward() { impl_->finish_delayed_reduction(); }
+
+void Ddp::sync_in_next_backward() {
+  Impl& self = *impl_;
+  self.translated("the preparation of backward", [&] { self.reducer->prepare_for_backward({}); });
+  self.watch->reducing = true;
+  self.delayed_reduction = self.static_graph_first_step();
+}
+
+void Ddp::check_gradients() {
+  Impl& self = *impl_;
+  self.finish_delayed_reduction();
+  if (self.watch->unreduced) {
+    throw StateError(
+        "Gradients arrived on this rank that were never averaged over the ranks, and a step on them would let the ranks "
+        "drift apart. Either the module itself was called instead of the prepared one, or one synchronising forward was "
+        "followed by two backwards. Call the module that prepare() returned, put accumulated micro-batches inside "
+        "accumulate() or no_sync(), or clear the gradients first.");
+  }
+  try {
+    self.reducer->check_finalized();
+  } catch (const std::exception& error) {
+    std::throw_with_nested(StateError(
+        text::concat("Some parameters got no gradient in the last backward, so the averaging over the ranks did not end. "
+                     "Set DdpOptions::find_unused_parameters if the module does not always use all of them, or "
+                     "static_graph if it uses the same ones in every step. ",
+                     describe(error))));
+  }
+}
+
+void Ddp::after_step() { impl_->watch->unreduced = false; }
+
+at::Tensor Ddp::grad_norm(double p) const {
+  impl_->finish_delayed_reduction();
+  return Strategy::grad_norm(p);
+}
+
+void Ddp::scale_gradients_(const at::Tensor& factor) {
+  impl_->finish_delayed_reduction();
+  Strategy::scale_gradients_(factor);
+}
+
+void Ddp::clip_grad_value_(double limit) {
+  impl_->finish_delayed_reduction();
+  Strategy::clip_grad_value_(limit);
+}
+
+void Ddp::verify_parameters() const { require_same_values(impl_->states, impl_->group); }
+
+void Ddp::set_join(bool on) { impl_->join = on; }
+
+void Ddp::shadow_until_all_joined() {
+  Impl& self = *impl_;
+  bool was_last = true;
+  while (true) {
+    const auto [source, sync] = self.announce(false, false);
+    if (source < 0) break;
+    // Whoever still runs while this rank only shadows has trained on more.
+    was_last = false;
+    self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
+    if (self.options.broadcast_buffers() && !self.buffers.empty() && sync) self.broadcast(self.buffers, source);
+    if (!sync) continue;
+    self.translated("the gradient all-reduce", [&] {
+      std::vector<c10::intrusive_ptr<c10::ivalue::Future>> pending;
+      for (auto& bucket : self.reducer->get_grad_buckets(/*return_zero_tensors=*/true)) {
+        pending.push_back(self.reducer->run_comm_hook(bucket));
+      }
+      for (const auto& future : pending) future->waitAndThrow();
+      if (self.options.find_unused_parameters()) {
+        std::vector<at::Tensor> used{self.reducer->get_local_used_map_on_device()};
+        self.process_group->allreduce(used)->wait();
+      }
+      self.reducer->push_rebuilt_params_for_all_indices();
+    });
+  }
+  // The last to join is the rank whose module saw every step; the highest such rank, as all must agree.
+  const at::Tensor source =
+      at::full({1}, was_last ? self.group.rank() : -1, at::TensorOptions().device(self.device()).dtype(at::kInt));
+  self.group.all_reduce(source, comm::ReduceOp::max).wait();
+  std::vector<at::Tensor> states;
+  for (const NamedTensor& entry : self.states) states.push_back(entry.tensor.detach());
+  self.broadcast(states, source.item<int>());
+}
+
+}  // namespace accelerate::parallel

@@ -1,0 +1,6 @@
+if("$ENV{ACCELERATE_TEST_FULL}")
+  set(target headers)
+else()
+  set(target headers_without_torch)
+endif()
+execute_process(COMMAND "${CMAKE_COMMAND}" --build "${BUILD}" --target ${target} COMMAND_ERROR_IS_FATAL ANY)

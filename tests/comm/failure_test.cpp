@@ -1,0 +1,410 @@
+// What happens when a run goes wrong. The tests start ranks of this very program, which play the
+// case named in FAILURE_CASE, and look at what each rank says and how long it took.
+#include <accelerate/base/environment.hpp>
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/topology.hpp>
+#include <accelerate/comm/group.hpp>
+#include <accelerate/comm/world.hpp>
+
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <thread>
+
+namespace accelerate::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+namespace fs = std::filesystem;
+
+// ---- The ranks ----
+
+void reduce(const Group& world, std::int64_t length = 4) { world.all_reduce(at::ones({length})).wait(); }
+
+void play(const std::string& name, const Group& world) {
+  const int rank = world.rank();
+  const int victim = Environment::process().get_int("FAILURE_VICTIM").value_or(1);
+  if (name == "kill") {
+    reduce(world);
+    if (rank == victim) std::raise(SIGKILL);
+    while (true) reduce(world);
+  } else if (name == "stop") {
+    reduce(world);
+    if (rank == victim) std::raise(SIGSTOP);
+    while (true) reduce(world);
+  } else if (name == "stop_in_recv") {
+    // Nobody computes with the victim; the others wait for each other in vain.
+    if (rank == victim) std::raise(SIGSTOP);
+    world.recv(at::zeros({2}), victim == 2 ? 1 - rank : 2 - rank).wait();
+  } else if (name == "throw") {
+    reduce(world);
+    if (rank == victim) throw DataError("the data of this rank are unreadable");
+    reduce(world);
+  } else if (name == "late") {
+    reduce(world);
+    if (rank == victim) std::this_thread::sleep_for(milliseconds(6000));
+    reduce(world);
+  } else if (name == "leave") {
+    reduce(world);
+    if (rank == victim) return;
+    // The others go on by themselves, then want something of it.
+    std::this_thread::sleep_for(milliseconds(1500));
+    std::cout << "ALONE" << std::endl;
+    reduce(world);
+  } else if (name == "part") {
+    reduce(world);
+    std::this_thread::sleep_for(milliseconds(300) * rank);
+  } else if (name == "shapes") {
+    reduce(world, rank == victim ? 5 : 4);
+  } else if (name == "operations") {
+    if (rank == victim) {
+      world.broadcast(at::ones({4})).wait();
+    } else {
+      reduce(world);
+    }
+  } else if (name == "closed") {
+    shutdown(world);
+    reduce(world);
+  } else {
+    throw ConfigError("no such case: " + name);
+  }
+}
+
+/// Says what it caught: "TYPE|operation|lost rank|message".
+int rank_main(const std::string& name) {
+  const auto report = [](const char* type, const std::string& operation, int lost, const std::exception& error) {
+    std::cout << type << "|" << operation << "|" << lost << "|" << describe(error) << std::endl;
+    return 3;
+  };
+  try {
+    const auto environment = Environment::process();
+    WorldOptions options;
+    if (environment.get_bool("FAILURE_NCCL").value_or(false)) options.backend(Backend::nccl);
+    const Group world = create_world(detect_topology(environment), options.read(environment));
+    play(name, world);
+    std::cout << "DONE" << std::endl;
+    return 0;
+  } catch (const PeerLostError& error) {
+    return report("PeerLostError", error.operation(), error.lost_rank(), error);
+  } catch (const TimeoutError& error) {
+    return report("TimeoutError", error.operation(), -1, error);
+  } catch (const DistributedError& error) {
+    return report("DistributedError", error.operation(), -1, error);
+  } catch (const ConfigError& error) {
+    return report("ConfigError", "", -1, error);
+  } catch (const Error& error) {
+    return report("Error", "", -1, error);
+  }
+}
+
+// ---- The tests ----
+
+struct Outcome {
+  std::string said;
+  int status = 0;
+  double seconds = 0;
+
+  bool has(const std::string& part) const { return said.find(part) != std::string::npos; }
+  friend std::ostream& operator<<(std::ostream& out, const Outcome& outcome) {
+    return out << "status " << outcome.status << " after " << outcome.seconds << " s: " << outcome.said;
+  }
+};
+
+int free_port() {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  ::bind(socket, reinterpret_cast<sockaddr*>(&address), size);
+  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
+  ::close(socket);
+  return ntohs(address.sin_port);
+}
+
+class Ranks {
+ public:
+  Ranks(std::string name, int world_size) : name_(std::move(name)), world_size_(world_size) {
+    folder_ = fs::temp_directory_path() / ("accelerate-failure-" + std::to_string(::getpid()) + "-" + std::to_string(counter_++));
+    fs::create_directories(folder_);
+    set("ACCELERATE_TIMEOUT", "20");
+    set("ACCELERATE_HEARTBEAT_TIMEOUT", "2");
+    set("OMP_NUM_THREADS", "1");
+    set("MASTER_ADDR", "127.0.0.1");
+    set("MASTER_PORT", std::to_string(free_port()));
+    set("FAILURE_CASE", name_);
+  }
+  ~Ranks() {
+    for (const auto& [key, process] : processes_) ::kill(process, SIGKILL);
+    for (const auto& [key, process] : processes_) ::waitpid(process, nullptr, 0);
+    std::error_code ignored;
+    fs::remove_all(folder_, ignored);
+  }
+  Ranks& set(const std::string& variable, const std::string& value) { return variables_[variable] = value, *this; }
+
+  /// `suffix` tells two processes of one rank apart.
+  void start(int rank, const std::string& suffix = {}) {
+    variables_["RANK"] = std::to_string(rank);
+    variables_["LOCAL_RANK"] = std::to_string(rank);
+    variables_["WORLD_SIZE"] = std::to_string(world_size_);
+    const std::string key = std::to_string(rank) + suffix;
+    const std::string output = (folder_ / key).string();
+    // Nothing that could hang may be called between fork and exec.
+    std::vector<std::string> environment;
+    for (const auto& [name, value] : Environment::process().variables()) {
+      if (!variables_.count(name)) environment.push_back(name + "=" + value);
+    }
+    for (const auto& [name, value] : variables_) environment.push_back(name + "=" + value);
+    std::vector<char*> pointers;
+    for (auto& line : environment) pointers.push_back(line.data());
+    pointers.push_back(nullptr);
+    std::string program = fs::read_symlink("/proc/self/exe").string();
+    char* arguments[] = {program.data(), nullptr};
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const int file = ::open(output.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
+      ::dup2(file, 1);
+      ::dup2(file, 2);
+      ::execve(program.c_str(), arguments, pointers.data());
+      ::_exit(127);
+    }
+    processes_[key] = child;
+  }
+  void start_all() {
+    for (int rank = 0; rank < world_size_; ++rank) start(rank);
+  }
+  /// What a rank said until it ended; a rank that has not by the limit is killed.
+  Outcome outcome(int rank, const std::string& suffix = {}) {
+    constexpr double kLimit = 30;
+    Outcome outcome;
+    const std::string key = std::to_string(rank) + suffix;
+    const pid_t process = processes_.at(key);
+    while (true) {
+      int status = 0;
+      const bool over = ::waitpid(process, &status, WNOHANG) == process;
+      outcome.seconds = std::chrono::duration<double>(Clock::now() - began_).count();
+      if (over) {
+        outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        processes_.erase(key);
+        break;
+      }
+      if (outcome.seconds > kLimit) {
+        outcome.status = -1;
+        break;
+      }
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    std::ifstream in(folder_ / key);
+    std::stringstream said;
+    said << in.rdbuf();
+    outcome.said = said.str();
+    return outcome;
+  }
+
+ private:
+  static inline int counter_ = 0;
+  std::string name_;
+  int world_size_;
+  fs::path folder_;
+  std::map<std::string, std::string> variables_;
+  std::map<std::string, pid_t> processes_;
+  Clock::time_point began_ = Clock::now();
+};
+
+void expect_lost(const Outcome& outcome, int lost, const std::string& why, double within) {
+  EXPECT_EQ(outcome.status, 3) << outcome;
+  EXPECT_TRUE(outcome.has("PeerLostError|all_reduce|" + std::to_string(lost) + "|")) << outcome;
+  EXPECT_TRUE(outcome.has("rank " + std::to_string(lost) + " was lost: " + why)) << outcome;
+  EXPECT_LT(outcome.seconds, within) << outcome;
+}
+
+TEST(Failure, AKilledRankIsNamedAtOnce) {
+  for (const int victim : {1, 0}) {
+    Ranks run("kill", 3);
+    run.set("FAILURE_VICTIM", std::to_string(victim)).start_all();
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank != victim) expect_lost(run.outcome(rank), victim, "its process ended", 8);
+    }
+  }
+}
+
+TEST(Failure, AStoppedRankIsNamedAfterTheHeartbeatTimeout) {
+  for (const int victim : {1, 0}) {
+    Ranks run("stop", 3);
+    run.set("FAILURE_VICTIM", std::to_string(victim)).start_all();
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank != victim) expect_lost(run.outcome(rank), victim, "it has been silent", 10);
+    }
+  }
+}
+
+TEST(Failure, ReceivesEndToo) {
+  Ranks run("stop_in_recv", 3);
+  run.set("FAILURE_VICTIM", "1").start_all();
+  for (const int rank : {0, 2}) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_TRUE(outcome.has("PeerLostError|recv|1|")) << outcome;
+    EXPECT_LT(outcome.seconds, 10) << outcome;
+  }
+}
+
+TEST(Failure, AnExceptionInOneRankEndsTheOthers) {
+  Ranks run("throw", 3);
+  run.start_all();
+  const auto culprit = run.outcome(1);
+  EXPECT_TRUE(culprit.has("the data of this rank are unreadable")) << culprit;
+  for (const int rank : {0, 2}) expect_lost(run.outcome(rank), 1, "its process ended", 8);
+}
+
+TEST(Failure, ATimeoutNamesTheOperationAndWhoIsBehind) {
+  Ranks run("late", 3);
+  run.set("ACCELERATE_TIMEOUT", "3").set("FAILURE_VICTIM", "2").set("ACCELERATE_HEARTBEAT_TIMEOUT", "30").start_all();
+  const auto outcome = run.outcome(0);
+  EXPECT_TRUE(outcome.has("TimeoutError|all_reduce|")) << outcome;
+  EXPECT_TRUE(outcome.has("timeout of 3.0 s")) << outcome;
+  EXPECT_TRUE(outcome.has("rank 2 had not started")) << outcome;
+  EXPECT_LT(outcome.seconds, 6) << outcome;
+}
+
+TEST(Failure, AMissingRankIsNamed) {
+  Ranks run("part", 4);
+  run.set("ACCELERATE_TIMEOUT", "2");
+  run.start(0);
+  run.start(2);
+  for (const int rank : {0, 2}) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_TRUE(outcome.has("TimeoutError|rendezvous|")) << outcome;
+    EXPECT_TRUE(outcome.has("rank 1, 3 did not come")) << outcome;
+    EXPECT_LT(outcome.seconds, 8) << outcome;
+  }
+}
+
+TEST(Failure, ARankZeroThatNeverComes) {
+  Ranks run("part", 2);
+  run.set("ACCELERATE_TIMEOUT", "2").start(1);
+  const auto outcome = run.outcome(1);
+  EXPECT_TRUE(outcome.has("TimeoutError|rendezvous|")) << outcome;
+  EXPECT_TRUE(outcome.has("found no rank 0 at 127.0.0.1:")) << outcome;
+  EXPECT_LT(outcome.seconds, 8) << outcome;
+}
+
+TEST(Failure, ATakenPortIsNamed) {
+  const int socket = ::socket(AF_INET6, SOCK_STREAM, 0);
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  socklen_t size = sizeof address;
+  ASSERT_EQ(::bind(socket, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(::listen(socket, 1), 0);
+  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
+  const auto port = std::to_string(ntohs(address.sin6_port));
+  Ranks run("part", 2);
+  run.set("MASTER_PORT", port).start(0);
+  const auto outcome = run.outcome(0);
+  ::close(socket);
+  EXPECT_TRUE(outcome.has("ConfigError|")) << outcome;
+  EXPECT_TRUE(outcome.has("Port " + port)) << outcome;
+  EXPECT_LT(outcome.seconds, 5) << outcome;
+}
+
+TEST(Failure, TwoProcessesOfOneRank) {
+  Ranks run("part", 3);
+  run.set("ACCELERATE_TIMEOUT", "3");
+  run.start(0);
+  run.start(1);
+  std::this_thread::sleep_for(milliseconds(700));
+  run.start(1, "again");  // the first one waits for rank 2
+  const auto outcome = run.outcome(1, "again");
+  EXPECT_TRUE(outcome.has("as rank 1 before this one")) << outcome;
+}
+
+TEST(Failure, LeavingIsNoDeath) {
+  Ranks run("part", 3);
+  run.start_all();
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_EQ(outcome.status, 0) << outcome;
+    EXPECT_TRUE(outcome.has("DONE")) << outcome;
+  }
+}
+
+TEST(Failure, WhoeverNeedsARankThatLeftIsTold) {
+  Ranks run("leave", 3);
+  run.start_all();
+  EXPECT_EQ(run.outcome(1).status, 0);
+  for (const int rank : {0, 2}) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_TRUE(outcome.has("ALONE")) << outcome;
+    EXPECT_TRUE(outcome.has("PeerLostError|all_reduce|1|")) << outcome;
+    EXPECT_TRUE(outcome.has("has left the run")) << outcome;
+  }
+}
+
+TEST(Failure, DebugModeFindsMismatchesOnEveryRank) {
+  for (const char* name : {"shapes", "operations"}) {
+    Ranks run(name, 2);
+    run.set("ACCELERATE_DEBUG_MODE", "1").start_all();
+    for (int rank = 0; rank < 2; ++rank) {
+      const auto outcome = run.outcome(rank);
+      EXPECT_TRUE(outcome.has("DistributedError|") || outcome.has("PeerLostError|")) << outcome;
+      EXPECT_TRUE(outcome.has("Detected mismatch between collectives") || outcome.has("mismatch")) << outcome;
+      EXPECT_LT(outcome.seconds, 10) << outcome;
+    }
+  }
+}
+
+TEST(Failure, AfterShutdownNothingRuns) {
+  Ranks run("closed", 2);
+  run.start_all();
+  const auto outcome = run.outcome(1);
+  EXPECT_TRUE(outcome.has("after the run was shut down")) << outcome;
+}
+
+TEST(Failure, BackendsThatCannotWorkAreRefused) {
+  Ranks nccl("part", 2);
+  nccl.set("FAILURE_NCCL", "1").start(0);
+  EXPECT_TRUE(nccl.outcome(0).has("ConfigError||-1|The nccl backend communicates CUDA tensors"));
+  Ranks nonsense("part", 2);
+  nonsense.set("ACCELERATE_BACKEND", "smoke").start(0);
+  EXPECT_TRUE(nonsense.outcome(0).has("The backends are auto, gloo, mpi and nccl"));
+}
+
+TEST(Failure, ByFile) {
+  Ranks run("part", 2);
+  const auto file = fs::temp_directory_path() / ("accelerate-meet-" + std::to_string(::getpid()));
+  std::ofstream(file) << "stale.host.invalid 1\n";  // left over from an earlier run
+  run.set("ACCELERATE_RENDEZVOUS_FILE", file.string()).start_all();
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_EQ(outcome.status, 0) << outcome;
+  }
+  EXPECT_FALSE(fs::exists(file));
+  Ranks unwritable("part", 2);
+  unwritable.set("ACCELERATE_RENDEZVOUS_FILE", "/nowhere/at/all").start(0);
+  EXPECT_TRUE(unwritable.outcome(0).has("cannot be written"));
+}
+
+}  // namespace
+}  // namespace accelerate::comm
+
+int main(int argc, char** argv) {
+  if (const char* name = std::getenv("FAILURE_CASE")) return accelerate::comm::rank_main(name);
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
