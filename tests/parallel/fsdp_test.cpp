@@ -9,14 +9,20 @@
 #include <accelerate/parallel/fsdp.hpp>
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
+#include <chrono>
 #include <cmath>
+#include <optional>
+#include <random>
+#include <thread>
 
 namespace accelerate::parallel {
 namespace {
@@ -99,7 +105,8 @@ History train_plain(zoo::Specimen& specimen, int steps, int micro_batches) {
 }
 
 // The prepared loop, as the accelerator drives it.
-History train_sharded(zoo::Specimen& specimen, Fsdp& fsdp, int steps, int micro_batches) {
+History train_sharded(zoo::Specimen& specimen, Fsdp& fsdp, int steps, int micro_batches,
+                      intercept::RegionPolicy* around_operators = nullptr) {
   History run;
   torch::optim::AdamW adam(leaves_of(fsdp), adam_options());
   for (int step = 0; step < steps; ++step) {
@@ -109,7 +116,12 @@ History train_sharded(zoo::Specimen& specimen, Fsdp& fsdp, int steps, int micro_
       const at::Tensor input = specimen.input(3);
       const ForwardContext context{.grad_enabled = true, .sync = micro + 1 == count};
       fsdp.before_forward(context);
-      const at::Tensor output = specimen.forward(input);
+      at::Tensor output;
+      {
+        std::optional<intercept::Region> region;
+        if (around_operators != nullptr) region.emplace(*around_operators);
+        output = specimen.forward(input);
+      }
       fsdp.after_forward(context, {});
       const at::Tensor loss = zoo::loss_of(output);
       loss.backward();
@@ -186,6 +198,47 @@ TEST(Fsdp, EveryStrategyTrainsAlike) {
         expect_equal(specimen.record, plain.record, 1e-9);
       }
     }
+  }
+}
+
+// Each rank pauses before some of its operators, forward and backward, at moments of its own.
+struct Dawdle final : intercept::RegionPolicy {
+  std::mt19937 random{static_cast<unsigned>(17 + world().rank())};
+  void pause() {
+    if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+  }
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet below,
+            std::vector<c10::IValue>& stack) override {
+    pause();
+    op.redispatchBoxed(below, &stack);
+    if (!stack.empty() && stack.back().isTensor() && stack.back().toTensor().requires_grad()) {
+      stack.back().toTensor().register_hook([this](const at::Tensor&) { pause(); });
+    }
+  }
+};
+
+TEST(Fsdp, DelaysChangeNoBit) {
+  for (const char* name : {"tied", "odd"}) {
+    std::vector<History> runs;
+    for (const bool delayed : {false, true}) {
+      zoo::Specimen specimen = zoo::make(name, 3);
+      Fsdp fsdp(specimen.record, small_units(), world());
+      Dawdle dawdle;
+      runs.push_back(train_sharded(specimen, fsdp, 3, kInTurns, delayed ? &dawdle : nullptr));
+      fsdp.restore();
+    }
+    expect_equal(runs[1], runs[0], 0);
+  }
+}
+
+TEST(Fsdp, FrozenTorchScriptModulesHaveNothingToShard) {
+  torch::jit::Module module("empty");
+  try {
+    Fsdp fsdp(ModuleRecord(module), FsdpOptions(), world());
+    FAIL();
+  } catch (const ShardingError& error) {
+    EXPECT_NE(std::string(error.what()).find("torch.jit.freeze"), std::string::npos)
+        << error.what();
   }
 }
 
