@@ -2,6 +2,10 @@
 
 namespace accelerate::intercept {
 
+namespace {
+constexpr std::size_t kLongest = 1 << 20;
+}  // namespace
+
 void Trace::begin() {
   following_ = !recorded_.empty();
   cursor_ = 0;
@@ -19,6 +23,8 @@ void Trace::visit(int unit) {
     now_.assign(recorded_.begin(), recorded_.begin() + static_cast<std::ptrdiff_t>(cursor_));
     following_ = false;
   }
+  // A pass that never ends (forwards with gradients and no backward) must not eat the memory.
+  if (now_.size() >= kLongest) now_.clear();
   now_.push_back(unit);
 }
 
