@@ -257,8 +257,9 @@ struct Registration {
 }  // namespace
 
 void install() {
-  // Left in place at exit: static destructors of other libraries may still run operators.
-  [[maybe_unused]] static const Registration* const registration = new Registration;
+  // Left in place at exit: static destructors of other libraries may still run operators. Marked as
+  // used so that leak checkers find it reachable.
+  [[gnu::used]] static Registration* const registration = new Registration;
 }
 
 Region::Region(RegionPolicy& policy) : outer_(innermost_region), include_((install(), kTag)) {
