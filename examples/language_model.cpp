@@ -4,6 +4,7 @@
 //   build/bin/accelerate-cpp launch -n 2 build/bin/language_model --layers 4 --width 128
 //   mpirun -n 4 build/bin/language_model
 
+#include "support/decoder.hpp"
 #include "support/peak_memory.hpp"
 #include "support/trainer.hpp"
 
@@ -20,62 +21,6 @@
 
 namespace {
 
-constexpr int64_t kContext = 128;
-constexpr int64_t kHeadSize = 16;
-
-/// Pre-norm decoder block: causal self-attention, then a feed-forward network, each added to its input.
-struct BlockImpl : torch::nn::Module {
-  BlockImpl(int64_t width, double dropout)
-      : heads(width / kHeadSize),
-        attention_norm(register_module("attention_norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
-        qkv(register_module("qkv", torch::nn::Linear(width, 3 * width))),
-        mix(register_module("mix", torch::nn::Linear(width, width))),
-        feed_norm(register_module("feed_norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
-        up(register_module("up", torch::nn::Linear(width, 4 * width))),
-        down(register_module("down", torch::nn::Linear(4 * width, width))),
-        drop(register_module("drop", torch::nn::Dropout(dropout))) {}
-
-  torch::Tensor forward(torch::Tensor x) {
-    const auto batch = x.size(0), length = x.size(1), width = x.size(2);
-    const auto parts = qkv(attention_norm(x)).view({batch, length, 3, heads, kHeadSize}).permute({2, 0, 3, 1, 4});
-    const auto attended = torch::scaled_dot_product_attention(parts[0], parts[1], parts[2], /*attn_mask=*/{},
-                                                              /*dropout_p=*/0.0, /*is_causal=*/true);
-    x = x + drop(mix(attended.transpose(1, 2).reshape({batch, length, width})));
-    return x + drop(down(torch::gelu(up(feed_norm(x)))));
-  }
-
-  int64_t heads;
-  torch::nn::LayerNorm attention_norm;
-  torch::nn::Linear qkv, mix;
-  torch::nn::LayerNorm feed_norm;
-  torch::nn::Linear up, down;
-  torch::nn::Dropout drop;
-};
-TORCH_MODULE(Block);
-
-struct DecoderImpl : torch::nn::Module {
-  DecoderImpl(int64_t vocabulary, int64_t layers, int64_t width, double dropout)
-      : tokens(register_module("tokens", torch::nn::Embedding(vocabulary, width))),
-        positions(register_module("positions", torch::nn::Embedding(kContext, width))),
-        blocks(register_module("blocks", torch::nn::ModuleList())),
-        norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
-        head(register_module("head", torch::nn::Linear(torch::nn::LinearOptions(width, vocabulary).bias(false)))) {
-    for (int64_t i = 0; i < layers; ++i) blocks->push_back(Block(width, dropout));
-  }
-
-  torch::Tensor forward(torch::Tensor ids) {
-    auto x = tokens(ids) + positions(torch::arange(ids.size(1), ids.options()));
-    for (auto& block : *blocks) x = block->as<Block>()->forward(x);
-    return head(norm(x));
-  }
-
-  torch::nn::Embedding tokens, positions;
-  torch::nn::ModuleList blocks;
-  torch::nn::LayerNorm norm;
-  torch::nn::Linear head;
-};
-TORCH_MODULE(Decoder);
-
 struct Batch {
   torch::Tensor tokens, next, ids;
 };
@@ -91,9 +36,9 @@ struct Text {
     std::array<int64_t, 256> rank{};
     for (const unsigned char c : text) rank[c] = 1;
     for (auto& r : rank) r = r != 0 ? vocabulary++ : -1;
-    if (static_cast<int64_t>(text.size()) < 20 * (kContext + 1)) {
+    if (static_cast<int64_t>(text.size()) < 20 * (trainer::kContext + 1)) {
       throw accelerate::DataError(accelerate::text::concat("The text in ", path, " has ", text.size(),
-                                                           " characters, and at least ", 20 * (kContext + 1),
+                                                           " characters, and at least ", 20 * (trainer::kContext + 1),
                                                            " are needed. Name a longer one with --data."));
     }
     std::vector<int64_t> codes;
@@ -105,13 +50,13 @@ struct Text {
   int64_t vocabulary = 0;
 };
 
-/// Pieces of the text of kContext characters; every tenth is held out.
+/// Pieces of the text of trainer::kContext characters; every tenth is held out.
 class Pieces {
  public:
   enum class Part { training, held_out };
 
   Pieces(const Text& text, Part part) : characters_(text.characters) {
-    const int64_t count = (characters_.size(0) - 1) / kContext;
+    const int64_t count = (characters_.size(0) - 1) / trainer::kContext;
     for (int64_t i = 0; i < count; ++i) {
       if ((i % 10 == 9) == (part == Part::held_out)) pieces_.push_back(i);
     }
@@ -122,8 +67,8 @@ class Pieces {
     std::vector<int64_t> ids;
     for (const auto index : indices) {
       ids.push_back(pieces_.at(index));
-      tokens.push_back(characters_.narrow(0, ids.back() * kContext, kContext));
-      next.push_back(characters_.narrow(0, ids.back() * kContext + 1, kContext));
+      tokens.push_back(characters_.narrow(0, ids.back() * trainer::kContext, trainer::kContext));
+      next.push_back(characters_.narrow(0, ids.back() * trainer::kContext + 1, trainer::kContext));
     }
     return {torch::stack(tokens), torch::stack(next), torch::tensor(ids)};
   }
@@ -154,8 +99,8 @@ int train(int argc, char** argv) {
   defaults.data = "examples/data/pentateuch.txt";
   const auto flags = trainer::parse(argc, argv, "Trains a character-level language model.", defaults, /*has_layers=*/true);
   if (!flags) return 0;
-  if (flags->width % kHeadSize != 0) {
-    throw accelerate::ConfigError(accelerate::text::concat("--width is ", flags->width, ", and a multiple of ", kHeadSize,
+  if (flags->width % trainer::kHeadSize != 0) {
+    throw accelerate::ConfigError(accelerate::text::concat("--width is ", flags->width, ", and a multiple of ", trainer::kHeadSize,
                                                            " is needed, the size of an attention head."));
   }
   trainer::count_tensor_bytes();
@@ -163,7 +108,7 @@ int train(int argc, char** argv) {
   accelerate::Accelerator accelerator(flags->accelerator_options());
   accelerate::set_seed(flags->seed);
   const Text text(flags->data);
-  Decoder decoder(text.vocabulary, flags->layers, flags->width, flags->dropout);
+  trainer::Decoder decoder(text.vocabulary, flags->layers, flags->width, flags->dropout);
   decoder->to(flags->scalar_type());
   auto adam = trainer::make_optimizer(*flags, decoder->parameters());
 

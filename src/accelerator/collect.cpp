@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cstring>
 
 namespace accelerate::detail {
@@ -44,15 +45,50 @@ std::vector<at::Tensor> gather_rows(const at::Tensor& own, const comm::Group& gr
   return by_rank;
 }
 
-}  // namespace
-
+// The first `real` of `all` rows.
 at::Tensor first_rows(const at::Tensor& tensor, std::int64_t real, std::int64_t all) {
+  if (real == all) return tensor;
   if (tensor.dim() == 0 || tensor.size(0) != all) {
     throw DataError(text::concat("gather_for_metrics() was given a tensor of shape [", text::join(tensor.sizes()),
-                                 "] over all ranks, and the batch has ", all, " samples of which ", all - real,
+                                 "], and the batch has ", all, " samples of which ", all - real,
                                  " only fill it up. Give tensors with one row for each sample, or use gather()."));
   }
   return tensor.narrow(0, 0, real);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors, const LoaderProgress* progress,
+                                         const comm::Group& group) {
+  const bool in_order = progress == nullptr || progress->fill_is_last;
+  if (!in_order) {
+    // Each rank has a fill of its own, and perhaps another number of rows.
+    std::vector<at::Tensor> own;
+    for (const at::Tensor& tensor : tensors) {
+      own.push_back(first_rows(tensor, progress->local_real_samples, progress->local_samples));
+    }
+    std::vector<std::int64_t> rows;
+    for (const Json& other : comm::gather_object(Json(progress->local_real_samples), group)) {
+      rows.push_back(other.get<std::int64_t>());
+    }
+    const std::int64_t most = *std::max_element(rows.begin(), rows.end());
+    std::vector<at::Tensor> result;
+    for (const at::Tensor& all : comm::gather_tensors(
+             comm::pad_tensors_across_processes(own, group, /*dim=*/0, /*pad_index=*/0, /*pad_first=*/false), group)) {
+      std::vector<at::Tensor> pieces;
+      for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+        pieces.push_back(all.narrow(0, static_cast<std::int64_t>(rank) * most, rows[rank]));
+      }
+      result.push_back(at::cat(pieces));
+    }
+    return result;
+  }
+  std::vector<at::Tensor> result = comm::gather_tensors(tensors, group);
+  if (progress == nullptr || progress->real_samples < 0 || progress->real_samples == progress->global_samples) {
+    return result;
+  }
+  for (at::Tensor& tensor : result) tensor = first_rows(tensor, progress->real_samples, progress->global_samples);
+  return result;
 }
 
 void RowCollector::add(const std::vector<at::Tensor>& tensors) {

@@ -99,6 +99,13 @@ void refuse_what_libtorch_lacks(const Environment& environment) {
         "\", and dynamo compiles Python bytecode, which a C++ program has none of. Unset it; to run a compiled graph, "
         "export the module to TorchScript and prepare that."));
   }
+  for (const char* later : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
+    if (wants(later)) {
+      throw UnsupportedError(text::concat("The environment variable ", later,
+                                          " asks for sharded training, which this version does not have. Unset it to train "
+                                          "with data parallelism."));
+    }
+  }
   if (wants("ACCELERATE_USE_MEGATRON_LM")) {
     throw UnsupportedError(
         "The environment asks for Megatron-LM, a Python library. Unset ACCELERATE_USE_MEGATRON_LM.");

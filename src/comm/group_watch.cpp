@@ -14,8 +14,8 @@ using std::chrono::milliseconds;
 using text::concat;
 using Clock = std::chrono::steady_clock;
 
-GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks, milliseconds timeout,
-                       std::shared_ptr<Liveness> liveness, bool is_world)
+GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
+                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world)
     : name_(std::move(name)),
       rank_(rank),
       global_ranks_(std::move(global_ranks)),
@@ -61,9 +61,10 @@ std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName&
   const std::string message =
       loss.rank == world_rank
           ? concat(name.text(), " failed because the other ranks gave this one up: ", loss.reason,
-                   ". Was the process stopped, or its machine asleep? The time allowed is ACCELERATE_HEARTBEAT_TIMEOUT, in seconds.")
-          : concat(name.text(), " failed because rank ", loss.rank, " was lost: ", loss.reason, ". The reason is in the output of rank ",
-                   loss.rank, ".");
+                   ". Was the process stopped, or its machine asleep? The time allowed is "
+                   "ACCELERATE_HEARTBEAT_TIMEOUT, in seconds.")
+          : concat(name.text(), " failed because rank ", loss.rank, " was lost: ", loss.reason,
+                   ". The reason is in the output of rank ", loss.rank, ".");
   try {
     if (cause) {
       try {
@@ -78,27 +79,42 @@ std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName&
   }
 }
 
-void GroupWatch::check_alive(const char* kind, int peer) const {
-  if (const auto loss = liveness_->loss()) std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
-  for (const auto& gone : liveness_->departures()) {
-    const auto member = std::find(global_ranks_.begin(), global_ranks_.end(), gone.rank);
-    if (member == global_ranks_.end() || (peer >= 0 && member - global_ranks_.begin() != peer)) continue;
-    throw PeerLostError(concat(operation(kind).text(), " needs rank ", gone.rank,
-                               ", which has left the run (it ended, or shut its groups down). All ranks have to make the same calls."),
-                        kind, rank_, gone.rank);
-  }
+void GroupWatch::check_alive(const char* kind) const {
+  // A rank that left may have done its part before: that is no reason to refuse.
+  if (const auto loss = liveness_->loss())
+    std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
-std::exception_ptr GroupWatch::with_laggards(const std::exception_ptr& timeout, const OperationName& name) const {
+std::exception_ptr GroupWatch::left_error(int world_rank, const OperationName& name) const {
+  return std::make_exception_ptr(
+      PeerLostError(concat(name.text(), " waits for rank ", world_rank,
+                           ", which has left the run (it ended, or shut its groups down). All "
+                           "ranks have to make the same calls."),
+                    name.operation, rank_, world_rank));
+}
+
+std::exception_ptr GroupWatch::broken_connection(const std::exception_ptr& failure,
+                                                 const OperationName& name) const {
+  for (const auto& gone : liveness_->departures()) {
+    if (std::find(global_ranks_.begin(), global_ranks_.end(), gone.rank) != global_ranks_.end()) {
+      return left_error(gone.rank, name);
+    }
+  }
+  return translate(failure, name, timeout_);
+}
+
+std::exception_ptr GroupWatch::with_laggards(const std::exception_ptr& timeout,
+                                             const OperationName& name) const {
   const auto behind = is_world_ ? liveness_->behind() : std::vector<int>{};
   if (behind.empty()) return timeout;
   try {
     std::rethrow_exception(timeout);
   } catch (const TimeoutError& error) {
     try {
-      std::throw_with_nested(TimeoutError(
-          concat(error.what(), " By its last sign of life, rank ", text::join(behind), " had not started this operation."),
-          name.operation, rank_));
+      std::throw_with_nested(
+          TimeoutError(concat(error.what(), " By its last sign of life, rank ", text::join(behind),
+                              " had not started this operation."),
+                       name.operation, rank_));
     } catch (...) {
       return std::current_exception();
     }
@@ -107,12 +123,16 @@ std::exception_ptr GroupWatch::with_laggards(const std::exception_ptr& timeout, 
   }
 }
 
-std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure, const OperationName& name) const {
+std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
+                                       const OperationName& name) const {
   const auto kind = classify(failure);
   if (kind == FailureKind::ours) return failure;
   // Whatever the backend says once a rank is lost, that is why.
-  const auto loss = kind == FailureKind::connection ? liveness_->wait_for_loss(liveness_->patience()) : liveness_->loss();
+  const auto loss = kind == FailureKind::connection
+                        ? liveness_->wait_for_loss(liveness_->patience())
+                        : liveness_->loss();
   if (loss) return lost_error(*loss, name, failure);
+  if (kind == FailureKind::connection) return broken_connection(failure, name);
   const auto translated = translate(failure, name, timeout_);
   return kind == FailureKind::timeout ? with_laggards(translated, name) : translated;
 }
@@ -158,17 +178,14 @@ void GroupWatch::tick() {
     const int in_group = static_cast<int>(member - global_ranks_.begin());
     for (const auto& work : works) {
       if (work->peer() >= 0 && work->peer() != in_group) continue;
-      work->fail(std::make_exception_ptr(PeerLostError(
-          concat(work->name().text(), " waits for rank ", gone.rank,
-                 ", which has left the run (it ended, or shut its groups down). All ranks have to make the same calls."),
-          work->name().operation, rank_, gone.rank)));
+      work->fail(left_error(gone.rank, work->name()));
     }
   }
 }
 
-ObservedWork::ObservedWork(std::shared_ptr<GroupWatch> watch, const char* kind, c10d::OpType type, int peer,
-                           c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> outputs,
-                           std::function<void()> finish)
+ObservedWork::ObservedWork(std::shared_ptr<GroupWatch> watch, const char* kind, c10d::OpType type,
+                           int peer, c10::intrusive_ptr<c10d::Work> inner,
+                           std::vector<at::Tensor> outputs, std::function<void()> finish)
     : Work(-1, type),
       watch_(std::move(watch)),
       name_(watch_->operation(kind)),
@@ -176,7 +193,9 @@ ObservedWork::ObservedWork(std::shared_ptr<GroupWatch> watch, const char* kind, 
       inner_(std::move(inner)),
       outputs_(std::move(outputs)),
       finish_(std::move(finish)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
 
 void ObservedWork::start() {
   const auto self = c10::intrusive_ptr<ObservedWork>::unsafe_reclaim_from_nonowning(this);
@@ -185,8 +204,8 @@ void ObservedWork::start() {
   try {
     future = inner_->getFuture();
   } catch (const c10::Error&) {
-    // gloo's sends and receives have no future: they make progress by themselves and are looked after
-    // in wait().
+    // gloo's sends and receives have no future: they make progress by themselves and are looked
+    // after in wait().
     point_to_point_ = true;
     return;
   }
@@ -224,6 +243,7 @@ void ObservedWork::complete() {
 
 void ObservedWork::fail(const std::exception_ptr& error) {
   if (!claim()) return;
+  const auto kept = std::move(kept_);  // until this function returns
   future_->setError(error);
   finish(error);
   if (point_to_point_) inner_->abort();
@@ -231,10 +251,13 @@ void ObservedWork::fail(const std::exception_ptr& error) {
 
 void ObservedWork::inner_failed(const std::exception_ptr& failure) {
   if (classify(failure) == FailureKind::connection && !watch_->knows_loss()) {
-    // Who it was is known in a moment; this thread is the backend's and must not wait for it.
+    // Who it was is known in a moment; this thread is the backend's and must not wait for it. Until
+    // then the work holds on to itself: who waits for it may hold its future only, as c10d::Reducer.
     const std::lock_guard lock(settle_mutex_);
+    if (settled_) return;
     suspected_ = failure;
     suspected_until_ = Clock::now() + watch_->patience();
+    kept_ = c10::intrusive_ptr<ObservedWork>::unsafe_reclaim_from_nonowning(this);
     return;
   }
   fail(watch_->explain(failure, name_));
@@ -247,7 +270,7 @@ void ObservedWork::explain_by(Clock::time_point now) {
     if (settled_ || !suspected_ || now < suspected_until_) return;
     failure = suspected_;
   }
-  fail(translate(failure, name_, watch_->timeout()));
+  fail(watch_->broken_connection(failure, name_));
 }
 
 bool ObservedWork::isCompleted() {
@@ -271,9 +294,7 @@ bool ObservedWork::wait(milliseconds timeout) {
   return Work::wait(timeout);
 }
 
-void ObservedWork::abort() {
-  inner_->abort();
-}
+void ObservedWork::abort() { inner_->abort(); }
 
 int ObservedWork::sourceRank() const { return inner_->sourceRank(); }
 

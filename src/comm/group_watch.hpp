@@ -21,12 +21,12 @@ namespace accelerate::comm {
 
 class ObservedWork;
 
-/// What is known about one group: what went through it, what is under way, and whether its ranks are
-/// alive. Shared by the group's backends and their works.
+/// What is known about one group: what went through it, what is under way, and whether its ranks
+/// are alive. Shared by the group's backends and their works.
 class GroupWatch : public LivenessListener, public std::enable_shared_from_this<GroupWatch> {
  public:
-  GroupWatch(std::string name, int rank, std::vector<int> global_ranks, std::chrono::milliseconds timeout,
-             std::shared_ptr<Liveness> liveness, bool is_world);
+  GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
+             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world);
 
   OperationName operation(const char* kind) const;
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
@@ -40,13 +40,15 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   void abort_on_loss(c10d::Backend* backend);
   void forget(c10d::Backend* backend);
 
-  /// Throws PeerLostError when an operation would wait in vain. `peer`: of point-to-point, the other
-  /// rank in this group; -1 when every rank takes part.
-  void check_alive(const char* kind, int peer) const;
+  /// Throws PeerLostError when a rank was lost.
+  void check_alive(const char* kind) const;
   /// The library's error for what an operation failed with. Blocks for as long as it takes to learn
   /// who died when a connection broke.
   std::exception_ptr explain(const std::exception_ptr& failure, const OperationName& name) const;
 
+  /// The error for a broken connection when nobody was lost.
+  std::exception_ptr broken_connection(const std::exception_ptr& failure,
+                                       const OperationName& name) const;
   bool knows_loss() const { return liveness_->loss().has_value(); }
   std::chrono::milliseconds patience() const { return liveness_->patience(); }
 
@@ -57,8 +59,11 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   void tick() override;
 
  private:
-  std::exception_ptr lost_error(const Loss& loss, const OperationName& name, const std::exception_ptr& cause) const;
-  std::exception_ptr with_laggards(const std::exception_ptr& timeout, const OperationName& name) const;
+  std::exception_ptr lost_error(const Loss& loss, const OperationName& name,
+                                const std::exception_ptr& cause) const;
+  std::exception_ptr left_error(int world_rank, const OperationName& name) const;
+  std::exception_ptr with_laggards(const std::exception_ptr& timeout,
+                                   const OperationName& name) const;
   std::vector<c10::intrusive_ptr<ObservedWork>> under_way() const;
 
   const std::string name_;
@@ -83,7 +88,8 @@ class ObservedWork final : public c10d::Work {
  public:
   /// `finish` runs once when `inner` has succeeded, before the future is marked.
   ObservedWork(std::shared_ptr<GroupWatch> watch, const char* kind, c10d::OpType type, int peer,
-               c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> outputs, std::function<void()> finish);
+               c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> outputs,
+               std::function<void()> finish);
   /// Called once after construction: follows `inner` to its end.
   void start();
 
@@ -120,6 +126,7 @@ class ObservedWork final : public c10d::Work {
   bool settled_ = false;
   std::exception_ptr suspected_;
   std::chrono::steady_clock::time_point suspected_until_;
+  c10::intrusive_ptr<ObservedWork> kept_;
 };
 
 }  // namespace accelerate::comm

@@ -31,9 +31,10 @@ constexpr const char* kPortKey = "liveness/port";
 constexpr int kMostNamed = 8;
 
 [[noreturn]] void fail(const std::string& what, int rank) {
-  throw DistributedError(concat("Rank ", rank, " could not set up the watch over the other processes: ", what, " (",
-                                std::strerror(errno), ")."),
-                         "rendezvous", rank);
+  throw DistributedError(
+      concat("Rank ", rank, " could not set up the watch over the other processes: ", what, " (",
+             std::strerror(errno), ")."),
+      "rendezvous", rank);
 }
 
 void set_up(int socket) {
@@ -64,13 +65,14 @@ struct Liveness::Message {
   std::array<char, 64> reason{};
 };
 
-Liveness::Liveness(c10d::Store& store, const std::string& host, int rank, int world_size, milliseconds silence,
-                   milliseconds connect_timeout)
+Liveness::Liveness(c10d::Store& store, const std::string& host, int rank, int world_size,
+                   milliseconds silence, milliseconds connect_timeout)
     : rank_(rank),
       world_size_(world_size),
       silence_(silence),
-      interval_(silence.count() == 0 ? milliseconds(1000)
-                                     : std::clamp(silence / 4, milliseconds(20), milliseconds(1000))) {
+      interval_(silence.count() == 0
+                    ? milliseconds(1000)
+                    : std::clamp(silence / 4, milliseconds(20), milliseconds(1000))) {
   try {
     wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_ < 0) fail("no eventfd", rank_);
@@ -92,7 +94,7 @@ Liveness::Liveness(c10d::Store& store, const std::string& host, int rank, int wo
 }
 
 Liveness::~Liveness() {
-  leave(/*quietly=*/true);
+  leave();
   if (wake_ >= 0) ::close(wake_);
 }
 
@@ -114,7 +116,8 @@ void Liveness::listen(c10d::Store& store) {
     reinterpret_cast<sockaddr_in&>(address).sin_addr.s_addr = htonl(INADDR_ANY);
     size = sizeof(sockaddr_in);
   }
-  if (::bind(listening_, reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(listening_, world_size_) != 0) {
+  if (::bind(listening_, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      ::listen(listening_, world_size_) != 0) {
     fail("it cannot listen on any port", rank_);
   }
   socklen_t got = sizeof address;
@@ -131,12 +134,15 @@ void Liveness::accept_everyone(milliseconds timeout) {
     if (left.count() <= 0 || !ready(listening_, POLLIN, left)) {
       std::vector<int> missing;
       for (int rank = 1; rank < world_size_; ++rank) {
-        if (std::none_of(peers_.begin(), peers_.end(), [&](const Peer& peer) { return peer.rank == rank; })) {
+        if (std::none_of(peers_.begin(), peers_.end(),
+                         [&](const Peer& peer) { return peer.rank == rank; })) {
           missing.push_back(rank);
         }
       }
-      throw TimeoutError(concat("Rank ", text::join(missing), " met the others and did not connect to rank 0 within ",
-                                text::format_seconds(timeout.count() / 1e3), ". It ended, or a firewall is between them."),
+      throw TimeoutError(concat("Rank ", text::join(missing),
+                                " met the others and did not connect to rank 0 within ",
+                                text::format_seconds(timeout.count() / 1e3),
+                                ". It ended, or a firewall is between them."),
                          "rendezvous", rank_);
     }
     const int socket = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
@@ -145,8 +151,9 @@ void Liveness::accept_everyone(milliseconds timeout) {
     peer.socket = socket;
     Message hello;
     // Whoever knocks by mistake says nothing of ours, and is sent away.
-    const bool spoke = ready(socket, POLLIN, milliseconds(2000)) &&
-                       ::recv(socket, &hello, sizeof hello, MSG_WAITALL) == static_cast<ssize_t>(sizeof hello);
+    const bool spoke =
+        ready(socket, POLLIN, milliseconds(2000)) &&
+        ::recv(socket, &hello, sizeof hello, MSG_WAITALL) == static_cast<ssize_t>(sizeof hello);
     if (!spoke || hello.kind != Message::hello || hello.rank <= 0 || hello.rank >= world_size_) {
       ::close(socket);
       continue;
@@ -165,7 +172,8 @@ void Liveness::connect(c10d::Store& store, const std::string& host, milliseconds
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
   if (const int error = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0) {
-    throw DistributedError(concat("Rank ", rank_, " cannot resolve ", host, ", where rank 0 is: ", ::gai_strerror(error), "."),
+    throw DistributedError(concat("Rank ", rank_, " cannot resolve ", host,
+                                  ", where rank 0 is: ", ::gai_strerror(error), "."),
                            "rendezvous", rank_);
   }
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
@@ -177,7 +185,8 @@ void Liveness::connect(c10d::Store& store, const std::string& host, milliseconds
     if (error == EINPROGRESS) {
       socklen_t size = sizeof error;
       error = ETIMEDOUT;
-      if (ready(socket, POLLOUT, timeout)) ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
+      if (ready(socket, POLLOUT, timeout))
+        ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
     }
     Peer peer;
     peer.rank = 0;
@@ -185,7 +194,8 @@ void Liveness::connect(c10d::Store& store, const std::string& host, milliseconds
     Message hello;
     hello.kind = Message::hello;
     hello.rank = rank_;
-    if (error == 0 && ::send(socket, &hello, sizeof hello, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello)) {
+    if (error == 0 &&
+        ::send(socket, &hello, sizeof hello, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello)) {
       peers_.push_back(std::move(peer));
       return;
     }
@@ -232,7 +242,8 @@ std::vector<Liveness::Departure> Liveness::departures() const {
 
 bool Liveness::has_departed(int rank) const {
   const std::lock_guard lock(mutex_);
-  return std::any_of(departures_.begin(), departures_.end(), [&](const Departure& gone) { return gone.rank == rank; });
+  return std::any_of(departures_.begin(), departures_.end(),
+                     [&](const Departure& gone) { return gone.rank == rank; });
 }
 
 std::vector<int> Liveness::behind() const {
@@ -241,35 +252,38 @@ std::vector<int> Liveness::behind() const {
   return behind_;
 }
 
-void Liveness::wait_for_departures(milliseconds patience) const {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, patience,
-                    [&] { return loss_.has_value() || static_cast<int>(departures_.size()) >= world_size_ - 1; });
-}
-
-void Liveness::leave(bool quietly) noexcept {
-  if (!thread_.joinable()) return;
-  stop_ = true;
+void Liveness::wake() const {
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_, &one, sizeof one);
+}
+
+void Liveness::say_goodbye(milliseconds patience) {
+  goodbye_ = true;
+  wake();
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, patience, [&] {
+    return loss_.has_value() || deaf_ || static_cast<int>(departures_.size()) >= world_size_ - 1;
+  });
+}
+
+void Liveness::leave() noexcept {
+  if (!thread_.joinable()) return;
+  stop_ = true;
+  wake();
   thread_.join();
-  if (!quietly) {
-    Message goodbye;
-    goodbye.kind = Message::goodbye;
-    goodbye.rank = rank_;
-    say_all(goodbye);
-  }
   // A connection closed with unread beats in it is reset, and a reset may overtake what was said
   // last; so say that nothing more comes, and read until the other side has understood.
   for (const auto& peer : peers_) {
     if (peer.socket >= 0) ::shutdown(peer.socket, SHUT_WR);
   }
-  const auto deadline = Clock::now() + milliseconds(quietly ? 0 : 200);
+  const auto deadline = Clock::now() + milliseconds(goodbye_ ? 200 : 0);
   for (auto& peer : peers_) {
     std::array<char, 4096> rest;
     while (peer.socket >= 0) {
       const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-      if (left.count() <= 0 || !ready(peer.socket, POLLIN, left) || ::recv(peer.socket, rest.data(), rest.size(), 0) <= 0) break;
+      if (left.count() <= 0 || !ready(peer.socket, POLLIN, left) ||
+          ::recv(peer.socket, rest.data(), rest.size(), 0) <= 0)
+        break;
     }
     drop(peer);
   }
@@ -278,11 +292,23 @@ void Liveness::leave(bool quietly) noexcept {
 void Liveness::run() {
   auto next_beat = Clock::now();
   auto last = Clock::now();
+  bool said_goodbye = false;
   while (!stop_) {
     std::vector<pollfd> waiting{{wake_, POLLIN, 0}};
-    for (const auto& peer : peers_) waiting.push_back({peer.socket, POLLIN, 0});  // -1 is passed over
+    for (const auto& peer : peers_)
+      waiting.push_back({peer.socket, POLLIN, 0});  // -1 is passed over
     const auto left = std::chrono::duration_cast<milliseconds>(next_beat - Clock::now());
-    ::poll(waiting.data(), waiting.size(), static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, interval_.count())));
+    ::poll(waiting.data(), waiting.size(),
+           static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, interval_.count())));
+    std::uint64_t woken = 0;
+    [[maybe_unused]] const auto drained = ::read(wake_, &woken, sizeof woken);
+    if (goodbye_ && !said_goodbye) {
+      Message goodbye;
+      goodbye.kind = Message::goodbye;
+      goodbye.rank = rank_;
+      say_all(goodbye);
+      said_goodbye = true;
+    }
     const auto now = Clock::now();
     // This process was itself stopped for a while: it cannot say who was silent meanwhile.
     if (now - last > 2 * interval_ + milliseconds(500)) {
@@ -320,7 +346,15 @@ void Liveness::read(Peer& peer) {
     if (size < 0 && errno == EINTR) continue;
     const int rank = peer.rank;
     drop(peer);
-    if (!has_departed(rank)) declare_lost(rank, "its process ended");
+    if (!has_departed(rank)) {
+      declare_lost(rank, "its process ended");
+    } else if (rank_ != 0) {
+      {
+        const std::lock_guard lock(mutex_);
+        deaf_ = true;
+      }
+      changed_.notify_all();
+    }
   }
 }
 
@@ -337,10 +371,17 @@ void Liveness::handle(Peer& peer, const Message& message) {
         }
       }
       break;
-    case Message::goodbye: declare_departed(message.rank); break;
-    case Message::departed: declare_departed(message.rank); break;
-    case Message::lost: declare_lost(message.rank, message.reason.data()); break;
-    case Message::hello: break;
+    case Message::goodbye:
+      declare_departed(message.rank);
+      break;
+    case Message::departed:
+      declare_departed(message.rank);
+      break;
+    case Message::lost:
+      declare_lost(message.rank, message.reason.data());
+      break;
+    case Message::hello:
+      break;
   }
 }
 
@@ -348,7 +389,8 @@ void Liveness::judge_silence(Clock::time_point now) {
   if (silence_.count() == 0) return;
   for (auto& peer : peers_) {
     if (peer.socket < 0 || now - peer.heard <= silence_ || has_departed(peer.rank)) continue;
-    declare_lost(peer.rank, concat("it has been silent for ", text::format_seconds(silence_.count() / 1e3)));
+    declare_lost(peer.rank,
+                 concat("it has been silent for ", text::format_seconds(silence_.count() / 1e3)));
   }
 }
 
@@ -366,11 +408,13 @@ void Liveness::beat() {
     std::size_t named = 0;
     if (operations_ <= least) message.behind[named++] = 0;
     for (const auto& peer : peers_) {
-      if (named < kMostNamed && peer.operations <= least && !has_departed(peer.rank)) message.behind[named++] = peer.rank;
+      if (named < kMostNamed && peer.operations <= least && !has_departed(peer.rank))
+        message.behind[named++] = peer.rank;
     }
     const std::lock_guard lock(mutex_);
     least_operations_ = least;
-    behind_.assign(message.behind.begin(), message.behind.begin() + static_cast<std::ptrdiff_t>(named));
+    behind_.assign(message.behind.begin(),
+                   message.behind.begin() + static_cast<std::ptrdiff_t>(named));
   }
   say_all(message);
 }
@@ -378,7 +422,8 @@ void Liveness::beat() {
 void Liveness::say(const Peer& peer, const Message& message) const {
   if (peer.socket < 0) return;
   // A full buffer means that the other side reads nothing; its silence will tell.
-  [[maybe_unused]] const auto sent = ::send(peer.socket, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  [[maybe_unused]] const auto sent =
+      ::send(peer.socket, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 void Liveness::say_all(const Message& message) const {

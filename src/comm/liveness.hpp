@@ -32,16 +32,16 @@ class LivenessListener {
   virtual void tick() = 0;
 };
 
-/// Knows which processes of the run are alive. Every rank keeps one connection to rank 0 and sends a
-/// beat along it; rank 0 tells all who was lost. The end of a process closes its connection and is
-/// noticed at once; one that hangs or whose machine is gone is noticed by its silence. Apart from
-/// the store, because a store's connection can be blocked for long by one who waits.
+/// Knows which processes of the run are alive. Every rank keeps one connection to rank 0 and sends
+/// a beat along it; rank 0 tells all who was lost. The end of a process closes its connection and
+/// is noticed at once; one that hangs or whose machine is gone is noticed by its silence. Apart
+/// from the store, because a store's connection can be blocked for long by one who waits.
 class Liveness {
  public:
-  /// Rank 0 listens and leaves its port in the store; the others connect to `host`. `silence` is how
-  /// long a rank may say nothing; zero: as long as it likes.
-  Liveness(c10d::Store& store, const std::string& host, int rank, int world_size, std::chrono::milliseconds silence,
-           std::chrono::milliseconds connect_timeout);
+  /// Rank 0 listens and leaves its port in the store; the others connect to `host`. `silence` is
+  /// how long a rank may say nothing; zero: as long as it likes.
+  Liveness(c10d::Store& store, const std::string& host, int rank, int world_size,
+           std::chrono::milliseconds silence, std::chrono::milliseconds connect_timeout);
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
@@ -65,10 +65,11 @@ class Liveness {
   /// The ranks (the first few) that have started the fewest operations, when fewer than this one.
   std::vector<int> behind() const;
 
-  /// Rank 0: waits up to `patience` for the others to leave.
-  void wait_for_departures(std::chrono::milliseconds patience) const;
-  /// Ends the watch. Unless `quietly`, the others are told that this rank went of its own accord.
-  void leave(bool quietly) noexcept;
+  /// Tells the others that this rank goes of its own accord, then waits up to `patience` for them
+  /// to go too.
+  void say_goodbye(std::chrono::milliseconds patience);
+  /// Ends the watch.
+  void leave() noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -89,6 +90,7 @@ class Liveness {
   void handle(Peer& peer, const Message& message);
   void judge_silence(Clock::time_point now);
   void beat();
+  void wake() const;
   void say(const Peer& peer, const Message& message) const;
   void say_all(const Message& message) const;
   void declare_lost(int rank, const std::string& reason);
@@ -107,11 +109,14 @@ class Liveness {
   std::vector<Peer> peers_;
   std::atomic<std::uint64_t> operations_{0};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> goodbye_{false};
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::optional<Loss> loss_;
   std::vector<Departure> departures_;
+  // Not rank 0: rank 0 has closed the connection, nothing more will be heard.
+  bool deaf_ = false;
   std::vector<int> behind_;
   std::uint64_t least_operations_ = 0;
   std::vector<std::weak_ptr<LivenessListener>> listeners_;

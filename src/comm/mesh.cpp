@@ -24,8 +24,9 @@ Mesh::Mesh(Group group, Axes axes) : whole_(std::move(group)), axes_(std::move(a
     described.push_back(concat(name, " ", size));
   }
   if (product != whole_.size()) {
-    throw ConfigError(concat("The axes of the mesh (", text::join(described), ") make ", product, " places, and the group \"",
-                             whole_.name(), "\" has ", whole_.size(), " processes. The sizes have to multiply to that."));
+    throw ConfigError(concat("The axes of the mesh (", text::join(described), ") make ", product,
+                             " places, and the group \"", whole_.name(), "\" has ", whole_.size(),
+                             " processes. The sizes have to multiply to that."));
   }
   coordinates_.resize(axes_.size());
   int rest = whole_.rank();
@@ -33,14 +34,16 @@ Mesh::Mesh(Group group, Axes axes) : whole_(std::move(group)), axes_(std::move(a
     coordinates_[axis] = rest % axes_[axis].second;
     rest /= axes_[axis].second;
   }
-  for (std::size_t axis = 0; axis < axes_.size(); ++axis) groups_.push_back(split({axis}, axes_[axis].first));
+  for (std::size_t axis = 0; axis < axes_.size(); ++axis)
+    groups_.push_back(split({axis}, axes_[axis].first));
 }
 
 Group Mesh::split(const std::vector<std::size_t>& along, const std::string& name) const {
   // The axes left out tell the groups apart; those along it order one group.
   int color = 0;
   for (std::size_t axis = 0; axis < axes_.size(); ++axis) {
-    if (std::find(along.begin(), along.end(), axis) == along.end()) color = color * axes_[axis].second + coordinates_[axis];
+    if (std::find(along.begin(), along.end(), axis) == along.end())
+      color = color * axes_[axis].second + coordinates_[axis];
   }
   int key = 0;
   for (const std::size_t axis : along) key = key * axes_[axis].second + coordinates_[axis];
@@ -53,11 +56,13 @@ std::size_t Mesh::index(const std::string& axis) const {
     if (axes_[place].first == axis) return place;
     names.push_back(axes_[place].first);
   }
-  throw ConfigError(concat("The mesh has no axis \"", axis, "\". Its axes are ", text::join(names), "."));
+  throw ConfigError(
+      concat("The mesh has no axis \"", axis, "\". Its axes are ", text::join(names), "."));
 }
 
 bool Mesh::has(const std::string& axis) const {
-  return std::any_of(axes_.begin(), axes_.end(), [&](const auto& entry) { return entry.first == axis; });
+  return std::any_of(axes_.begin(), axes_.end(),
+                     [&](const auto& entry) { return entry.first == axis; });
 }
 int Mesh::size(const std::string& axis) const { return axes_[index(axis)].second; }
 int Mesh::coordinate(const std::string& axis) const { return coordinates_[index(axis)]; }
@@ -68,7 +73,8 @@ Group Mesh::flattened(const std::vector<std::string>& axes) {
   for (const auto& axis : axes) {
     along.push_back(index(axis));
     if (std::count(axes.begin(), axes.end(), axis) > 1) {
-      throw ConfigError(concat("The axis \"", axis, "\" was named twice in one flattened group of the mesh."));
+      throw ConfigError(
+          concat("The axis \"", axis, "\" was named twice in one flattened group of the mesh."));
     }
   }
   if (along.size() == 1) return groups_[along.front()];

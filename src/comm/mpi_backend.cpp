@@ -37,7 +37,8 @@ void check(const at::Tensor& tensor) {
 }
 void check(const Tensors& tensors, std::size_t expected) {
   if (tensors.size() != expected) {
-    throw UnsupportedError(concat("MPI was given ", tensors.size(), " tensors where ", expected, " were expected."));
+    throw UnsupportedError(
+        concat("MPI was given ", tensors.size(), " tensors where ", expected, " were expected."));
   }
   for (const auto& tensor : tensors) check(tensor);
 }
@@ -45,8 +46,9 @@ void check(const Tensors& tensors, std::size_t expected) {
 /// For calls that count once: a count of 2^31 or more has no place in them.
 int one_count(std::int64_t count) {
   if (count > kMostPerCall) {
-    throw UnsupportedError(concat("One rank's part has ", count, " units, and MPI takes at most ", kMostPerCall,
-                                  " in this operation. Communicate the tensor in slices, or use the gloo backend."));
+    throw UnsupportedError(
+        concat("One rank's part has ", count, " units, and MPI takes at most ", kMostPerCall,
+               " in this operation. Communicate the tensor in slices, or use the gloo backend."));
   }
   return static_cast<int>(count);
 }
@@ -84,20 +86,25 @@ void spread(const at::Tensor& line, const Tensors& tensors) {
 void check_equal_parts(const Tensors& parts, const at::Tensor& one) {
   for (const auto& part : parts) {
     if (part.numel() != one.numel() || part.scalar_type() != one.scalar_type()) {
-      throw UnsupportedError("Each rank's part has to have the same number of elements and one dtype.");
+      throw UnsupportedError(
+          "Each rank's part has to have the same number of elements and one dtype.");
     }
   }
 }
 
 class MpiBackend final : public c10d::Backend {
  public:
-  MpiBackend(std::shared_ptr<MpiProgress> progress, std::shared_ptr<MpiChannel> channel, int rank, int size,
-             std::chrono::milliseconds timeout)
-      : Backend(rank, size), progress_(std::move(progress)), channel_(std::move(channel)), timeout_(timeout) {}
+  MpiBackend(std::shared_ptr<MpiProgress> progress, std::shared_ptr<MpiChannel> channel, int rank,
+             int size, std::chrono::milliseconds timeout)
+      : Backend(rank, size),
+        progress_(std::move(progress)),
+        channel_(std::move(channel)),
+        timeout_(timeout) {}
 
   ~MpiBackend() override {
     // MPI may not free a communicator that it still works on.
-    if (channel_->under_way == 0 && !channel_->broken && mpi_is_up()) MPI_Comm_free(&channel_->comm);
+    if (channel_->under_way == 0 && !channel_->broken && mpi_is_up())
+      MPI_Comm_free(&channel_->comm);
   }
 
   const std::string getBackendName() const override { return "mpi"; }
@@ -112,10 +119,12 @@ class MpiBackend final : public c10d::Backend {
                   [tensor = tensors[0], root = static_cast<int>(options.rootRank)](MPI_Comm comm) {
                     Requests requests;
                     const auto units = mpi_units(bytes_of(tensor));
-                    in_pieces(units.count, requests, [&](std::int64_t offset, int count, MPI_Request* request) {
-                      check_mpi(MPI_Ibcast(data(tensor) + offset * units.unit_bytes, count, units.type, root, comm, request),
-                                "MPI_Ibcast");
-                    });
+                    in_pieces(units.count, requests,
+                              [&](std::int64_t offset, int count, MPI_Request* request) {
+                                check_mpi(MPI_Ibcast(data(tensor) + offset * units.unit_bytes,
+                                                     count, units.type, root, comm, request),
+                                          "MPI_Ibcast");
+                              });
                     return requests;
                   });
   }
@@ -125,7 +134,8 @@ class MpiBackend final : public c10d::Backend {
     return all_reduce(OpType::ALLREDUCE, tensors, options);
   }
 
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override {
     check(tensors, tensors.size());
     return all_reduce(OpType::ALLREDUCE_COALESCED, tensors, options);
   }
@@ -135,20 +145,23 @@ class MpiBackend final : public c10d::Backend {
     const auto type = mpi_type(tensors[0].scalar_type());
     const auto op = mpi_op(tensors[0].scalar_type(), options.reduceOp);
     const int root = static_cast<int>(options.rootRank);
-    return submit(OpType::REDUCE, tensors, options.timeout,
-                  [tensor = tensors[0], type, op, root, is_root = root == getRank()](MPI_Comm comm) {
-                    Requests requests;
-                    in_pieces(tensor.numel(), requests, [&](std::int64_t offset, int count, MPI_Request* request) {
-                      char* place = data(tensor) + offset * tensor.element_size();
-                      check_mpi(MPI_Ireduce(is_root ? MPI_IN_PLACE : place, is_root ? place : nullptr, count, type, op, root,
-                                            comm, request),
-                                "MPI_Ireduce");
-                    });
-                    return requests;
-                  });
+    return submit(
+        OpType::REDUCE, tensors, options.timeout,
+        [tensor = tensors[0], type, op, root, is_root = root == getRank()](MPI_Comm comm) {
+          Requests requests;
+          in_pieces(
+              tensor.numel(), requests, [&](std::int64_t offset, int count, MPI_Request* request) {
+                char* place = data(tensor) + offset * tensor.element_size();
+                check_mpi(MPI_Ireduce(is_root ? MPI_IN_PLACE : place, is_root ? place : nullptr,
+                                      count, type, op, root, comm, request),
+                          "MPI_Ireduce");
+              });
+          return requests;
+        });
   }
 
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
     return all_gather(OpType::_ALLGATHER_BASE, {output}, {input}, options);
   }
 
@@ -157,18 +170,22 @@ class MpiBackend final : public c10d::Backend {
     return all_gather(OpType::COALESCED, outputs, inputs, options);
   }
 
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
     check(inputs, 1);
     check(outputs.at(0), static_cast<std::size_t>(getSize()));
     check_equal_parts(outputs[0], inputs[0]);
     const at::Tensor line = room_for(outputs[0]);
     return submit(
         OpType::ALLGATHER, outputs[0], options.timeout,
-        [line, input = inputs[0]](MPI_Comm comm) { return Requests{gather_all(line, input, comm)}; },
+        [line, input = inputs[0]](MPI_Comm comm) {
+          return Requests{gather_all(line, input, comm)};
+        },
         [line, list = outputs[0]] { spread(line, list); });
   }
 
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
     check(inputs, 1);
     const int root = static_cast<int>(options.rootRank);
     const Tensors list = root == getRank() ? outputs.at(0) : Tensors{};
@@ -183,9 +200,10 @@ class MpiBackend final : public c10d::Backend {
           const auto units = mpi_units(bytes_of(input));
           const int count = one_count(units.count);
           MPI_Request request = MPI_REQUEST_NULL;
-          check_mpi(MPI_Igather(data(input), count, units.type, line.defined() ? data(line) : nullptr, count, units.type, root,
-                                comm, &request),
-                    "MPI_Igather");
+          check_mpi(
+              MPI_Igather(data(input), count, units.type, line.defined() ? data(line) : nullptr,
+                          count, units.type, root, comm, &request),
+              "MPI_Igather");
           return Requests{request};
         },
         [line, list] {
@@ -193,7 +211,8 @@ class MpiBackend final : public c10d::Backend {
         });
   }
 
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override {
     check(outputs, 1);
     const int root = static_cast<int>(options.rootRank);
     at::Tensor line;
@@ -202,15 +221,16 @@ class MpiBackend final : public c10d::Backend {
       check_equal_parts(inputs[0], outputs[0]);
       line = flat(inputs[0]);
     }
-    return submit(OpType::SCATTER, outputs, options.timeout, [line, output = outputs[0], root](MPI_Comm comm) {
-      const auto units = mpi_units(bytes_of(output));
-      const int count = one_count(units.count);
-      MPI_Request request = MPI_REQUEST_NULL;
-      check_mpi(MPI_Iscatter(line.defined() ? data(line) : nullptr, count, units.type, data(output), count, units.type, root,
-                             comm, &request),
-                "MPI_Iscatter");
-      return Requests{request};
-    });
+    return submit(OpType::SCATTER, outputs, options.timeout,
+                  [line, output = outputs[0], root](MPI_Comm comm) {
+                    const auto units = mpi_units(bytes_of(output));
+                    const int count = one_count(units.count);
+                    MPI_Request request = MPI_REQUEST_NULL;
+                    check_mpi(MPI_Iscatter(line.defined() ? data(line) : nullptr, count, units.type,
+                                           data(output), count, units.type, root, comm, &request),
+                              "MPI_Iscatter");
+                    return Requests{request};
+                  });
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -223,7 +243,8 @@ class MpiBackend final : public c10d::Backend {
     return reduce_scatter_all(OpType::COALESCED, outputs, inputs, options);
   }
 
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
     check(outputs, 1);
     check(inputs.at(0), static_cast<std::size_t>(getSize()));
     check_equal_parts(inputs[0], outputs[0]);
@@ -231,7 +252,8 @@ class MpiBackend final : public c10d::Backend {
   }
 
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override {
     check(output);
     check(input);
     const auto whole = [&](const at::Tensor& tensor, std::vector<int64_t> splits) {
@@ -239,8 +261,8 @@ class MpiBackend final : public c10d::Backend {
       if (splits.empty()) splits.assign(static_cast<std::size_t>(getSize()), rows / getSize());
       if (static_cast<int>(splits.size()) != getSize() ||
           std::accumulate(splits.begin(), splits.end(), std::int64_t{0}) != rows) {
-        throw UnsupportedError(concat("The splits [", text::join(splits), "] do not add up to ", rows, " rows for ", getSize(),
-                                      " ranks."));
+        throw UnsupportedError(concat("The splits [", text::join(splits), "] do not add up to ",
+                                      rows, " rows for ", getSize(), " ranks."));
       }
       return splits;
     };
@@ -251,7 +273,8 @@ class MpiBackend final : public c10d::Backend {
                     whole(input, input_splits), std::max(row(input), row(output)), options, {});
   }
 
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override {
     check(outputs, static_cast<std::size_t>(getSize()));
     check(inputs, static_cast<std::size_t>(getSize()));
     const auto counts = [](const Tensors& tensors) {
@@ -261,20 +284,24 @@ class MpiBackend final : public c10d::Backend {
     };
     const at::Tensor line = room_for(outputs);
     return exchange(OpType::ALLTOALL, outputs, line, flat(inputs), counts(outputs), counts(inputs),
-                    static_cast<std::int64_t>(line.element_size()), options, [line, outputs] { spread(line, outputs); });
+                    static_cast<std::int64_t>(line.element_size()), options,
+                    [line, outputs] { spread(line, outputs); });
   }
 
   WorkPtr send(Tensors& tensors, int destination, int tag) override {
     check(tensors, 1);
-    return submit(OpType::SEND, tensors, c10d::kUnsetTimeout, [tensor = tensors[0], destination, tag](MPI_Comm comm) {
-      Requests requests;
-      const auto units = mpi_units(bytes_of(tensor));
-      in_pieces(units.count, requests, [&](std::int64_t offset, int count, MPI_Request* request) {
-        check_mpi(MPI_Isend(data(tensor) + offset * units.unit_bytes, count, units.type, destination, tag, comm, request),
-                  "MPI_Isend");
-      });
-      return requests;
-    });
+    return submit(OpType::SEND, tensors, c10d::kUnsetTimeout,
+                  [tensor = tensors[0], destination, tag](MPI_Comm comm) {
+                    Requests requests;
+                    const auto units = mpi_units(bytes_of(tensor));
+                    in_pieces(units.count, requests,
+                              [&](std::int64_t offset, int count, MPI_Request* request) {
+                                check_mpi(MPI_Isend(data(tensor) + offset * units.unit_bytes, count,
+                                                    units.type, destination, tag, comm, request),
+                                          "MPI_Isend");
+                              });
+                    return requests;
+                  });
   }
 
   WorkPtr recv(Tensors& tensors, int source, int tag) override {
@@ -286,7 +313,8 @@ class MpiBackend final : public c10d::Backend {
     check(tensors, 1);
     if (mpi_units(bytes_of(tensors[0])).count > mpi_piece()) {
       throw UnsupportedError(
-          "A receive from any rank has to fit into one MPI message: pieces of several senders could be mixed. Name the sender, or "
+          "A receive from any rank has to fit into one MPI message: pieces of several senders "
+          "could be mixed. Name the sender, or "
           "receive the tensor in slices.");
     }
     return receive(OpType::RECVANYSOURCE, tensors, MPI_ANY_SOURCE, tag);
@@ -310,7 +338,8 @@ class MpiBackend final : public c10d::Backend {
     operation.work = c10::make_intrusive<MpiWork>(getRank(), type, std::move(outputs));
     operation.start = [start = std::move(start), comm = channel_->comm] { return start(comm); };
     operation.finish = std::move(finish);
-    operation.deadline = std::chrono::steady_clock::now() + (timeout.count() > 0 ? timeout : timeout_);
+    operation.deadline =
+        std::chrono::steady_clock::now() + (timeout.count() > 0 ? timeout : timeout_);
     const WorkPtr work = operation.work;
     progress_->submit(std::move(operation));
     return work;
@@ -320,17 +349,20 @@ class MpiBackend final : public c10d::Backend {
   WorkPtr all_reduce(OpType op_type, const Tensors& tensors, const Options& options) {
     std::vector<std::pair<MPI_Datatype, MPI_Op>> kinds;
     for (const auto& tensor : tensors) {
-      kinds.emplace_back(mpi_type(tensor.scalar_type()), mpi_op(tensor.scalar_type(), options.reduceOp));
+      kinds.emplace_back(mpi_type(tensor.scalar_type()),
+                         mpi_op(tensor.scalar_type(), options.reduceOp));
     }
     return submit(op_type, tensors, options.timeout, [tensors, kinds](MPI_Comm comm) {
       Requests requests;
       for (std::size_t index = 0; index < tensors.size(); ++index) {
         const auto& tensor = tensors[index];
-        in_pieces(tensor.numel(), requests, [&](std::int64_t offset, int count, MPI_Request* request) {
-          check_mpi(MPI_Iallreduce(MPI_IN_PLACE, data(tensor) + offset * tensor.element_size(), count, kinds[index].first,
-                                   kinds[index].second, comm, request),
-                    "MPI_Iallreduce");
-        });
+        in_pieces(
+            tensor.numel(), requests, [&](std::int64_t offset, int count, MPI_Request* request) {
+              check_mpi(
+                  MPI_Iallreduce(MPI_IN_PLACE, data(tensor) + offset * tensor.element_size(), count,
+                                 kinds[index].first, kinds[index].second, comm, request),
+                  "MPI_Iallreduce");
+            });
       }
       return requests;
     });
@@ -344,13 +376,14 @@ class MpiBackend final : public c10d::Backend {
     // An input that is this rank's place in the output is what MPI calls in place.
     const bool in_place = data(input) == data(output) + rank * bytes_of(input);
     MPI_Request request = MPI_REQUEST_NULL;
-    check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : data(input), count, units.type, data(output), count, units.type, comm,
-                             &request),
+    check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : data(input), count, units.type, data(output),
+                             count, units.type, comm, &request),
               "MPI_Iallgather");
     return request;
   }
 
-  WorkPtr all_gather(OpType type, const Tensors& outputs, const Tensors& inputs, const c10d::AllgatherOptions& options) {
+  WorkPtr all_gather(OpType type, const Tensors& outputs, const Tensors& inputs,
+                     const c10d::AllgatherOptions& options) {
     check(outputs, inputs.size());
     check(inputs, inputs.size());
     for (std::size_t index = 0; index < inputs.size(); ++index) {
@@ -383,7 +416,8 @@ class MpiBackend final : public c10d::Backend {
       results.push_back(overlap ? at::empty_like(outputs[index]) : outputs[index]);
     }
     const auto op = static_cast<c10d::ReduceOp::RedOpType>(options.reduceOp);
-    for (const auto& input : inputs) mpi_op(input.scalar_type(), op);  // refuses here rather than later
+    for (const auto& input : inputs)
+      mpi_op(input.scalar_type(), op);  // refuses here rather than later
     return submit(
         op_type, outputs, options.timeout,
         [results, inputs, op](MPI_Comm comm) {
@@ -391,8 +425,9 @@ class MpiBackend final : public c10d::Backend {
           for (std::size_t index = 0; index < inputs.size(); ++index) {
             const auto dtype = inputs[index].scalar_type();
             requests.emplace_back(MPI_REQUEST_NULL);
-            check_mpi(MPI_Ireduce_scatter_block(data(inputs[index]), data(results[index]), one_count(results[index].numel()),
-                                                mpi_type(dtype), mpi_op(dtype, op), comm, &requests.back()),
+            check_mpi(MPI_Ireduce_scatter_block(data(inputs[index]), data(results[index]),
+                                                one_count(results[index].numel()), mpi_type(dtype),
+                                                mpi_op(dtype, op), comm, &requests.back()),
                       "MPI_Ireduce_scatter_block");
           }
           return requests;
@@ -400,7 +435,8 @@ class MpiBackend final : public c10d::Backend {
         [results, outputs] {
           const at::NoGradGuard no_grad;
           for (std::size_t index = 0; index < outputs.size(); ++index) {
-            if (!results[index].is_same(outputs[index])) outputs[index].detach().copy_(results[index]);
+            if (!results[index].is_same(outputs[index]))
+              outputs[index].detach().copy_(results[index]);
           }
         });
   }
@@ -411,11 +447,13 @@ class MpiBackend final : public c10d::Backend {
     MPI_Datatype row = MPI_DATATYPE_NULL;
   };
 
-  WorkPtr exchange(OpType type, const Tensors& outputs, const at::Tensor& output, const at::Tensor& input,
-                   const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
-                   std::int64_t row_bytes, const c10d::AllToAllOptions& options, std::function<void()> finish) {
+  WorkPtr exchange(OpType type, const Tensors& outputs, const at::Tensor& output,
+                   const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                   const std::vector<int64_t>& input_splits, std::int64_t row_bytes,
+                   const c10d::AllToAllOptions& options, std::function<void()> finish) {
     const auto plan = std::make_shared<Exchange>();
-    const auto lay_out = [](const std::vector<int64_t>& splits, std::vector<int>& counts, std::vector<int>& offsets) {
+    const auto lay_out = [](const std::vector<int64_t>& splits, std::vector<int>& counts,
+                            std::vector<int>& offsets) {
       std::int64_t offset = 0;
       for (const auto split : splits) {
         counts.push_back(one_count(split));
@@ -432,8 +470,9 @@ class MpiBackend final : public c10d::Backend {
           check_mpi(MPI_Type_contiguous(row, MPI_BYTE, &plan->row), "MPI_Type_contiguous");
           check_mpi(MPI_Type_commit(&plan->row), "MPI_Type_commit");
           MPI_Request request = MPI_REQUEST_NULL;
-          check_mpi(MPI_Ialltoallv(input.data_ptr(), plan->sent.data(), plan->sent_at.data(), plan->row, output.data_ptr(),
-                                   plan->received.data(), plan->received_at.data(), plan->row, comm, &request),
+          check_mpi(MPI_Ialltoallv(input.data_ptr(), plan->sent.data(), plan->sent_at.data(),
+                                   plan->row, output.data_ptr(), plan->received.data(),
+                                   plan->received_at.data(), plan->row, comm, &request),
                     "MPI_Ialltoallv");
           return Requests{request};
         },
@@ -444,15 +483,18 @@ class MpiBackend final : public c10d::Backend {
   }
 
   WorkPtr receive(OpType type, const Tensors& tensors, int source, int tag) {
-    return submit(type, tensors, c10d::kUnsetTimeout, [tensor = tensors[0], source, tag](MPI_Comm comm) {
-      Requests requests;
-      const auto units = mpi_units(bytes_of(tensor));
-      in_pieces(units.count, requests, [&](std::int64_t offset, int count, MPI_Request* request) {
-        check_mpi(MPI_Irecv(data(tensor) + offset * units.unit_bytes, count, units.type, source, tag, comm, request),
-                  "MPI_Irecv");
-      });
-      return requests;
-    });
+    return submit(type, tensors, c10d::kUnsetTimeout,
+                  [tensor = tensors[0], source, tag](MPI_Comm comm) {
+                    Requests requests;
+                    const auto units = mpi_units(bytes_of(tensor));
+                    in_pieces(units.count, requests,
+                              [&](std::int64_t offset, int count, MPI_Request* request) {
+                                check_mpi(MPI_Irecv(data(tensor) + offset * units.unit_bytes, count,
+                                                    units.type, source, tag, comm, request),
+                                          "MPI_Irecv");
+                              });
+                    return requests;
+                  });
   }
 
   const std::shared_ptr<MpiProgress> progress_;
@@ -497,12 +539,16 @@ c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const c10::intrusive_ptr<c10d
   MPI_Group members = MPI_GROUP_NULL;
   const auto channel = std::make_shared<MpiChannel>();
   check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &everyone), "MPI_Comm_group");
-  check_mpi(MPI_Group_incl(everyone, static_cast<int>(global_ranks.size()), global_ranks.data(), &members), "MPI_Group_incl");
-  check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, members, 0, &channel->comm), "MPI_Comm_create_group");
+  check_mpi(MPI_Group_incl(everyone, static_cast<int>(global_ranks.size()), global_ranks.data(),
+                           &members),
+            "MPI_Group_incl");
+  check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, members, 0, &channel->comm),
+            "MPI_Comm_create_group");
   MPI_Group_free(&members);
   MPI_Group_free(&everyone);
   check_mpi(MPI_Comm_set_errhandler(channel->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  return c10::make_intrusive<MpiBackend>(progress, channel, rank, static_cast<int>(global_ranks.size()), timeout);
+  return c10::make_intrusive<MpiBackend>(progress, channel, rank,
+                                         static_cast<int>(global_ranks.size()), timeout);
 }
 
 }  // namespace accelerate::comm

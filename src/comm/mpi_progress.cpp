@@ -29,8 +29,8 @@ void finalize() {
   MPI_Finalize();
 }
 
-/// How long to pause before asking again: at once at first, for an answer is often near; then longer
-/// and longer, up to a limit at which asking costs next to nothing.
+/// How long to pause before asking again: at once at first, for an answer is often near; then
+/// longer and longer, up to a limit at which asking costs next to nothing.
 class Pauses {
  public:
   void reset() { asked_ = 0; }
@@ -57,13 +57,16 @@ void ensure_mpi() {
     if (up != 0) {
       MPI_Query_thread(&provided);
     } else {
-      check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+      check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided),
+                "MPI_Init_thread");
       std::atexit(finalize);
     }
     if (provided < MPI_THREAD_MULTIPLE) {
       throw ConfigError(
-          "MPI does not allow calls from several threads (MPI_THREAD_MULTIPLE), which the mpi backend needs. If the program "
-          "starts MPI itself, call MPI_Init_thread with MPI_THREAD_MULTIPLE; else use an MPI that was built with it, or the gloo "
+          "MPI does not allow calls from several threads (MPI_THREAD_MULTIPLE), which the mpi "
+          "backend needs. If the program "
+          "starts MPI itself, call MPI_Init_thread with MPI_THREAD_MULTIPLE; else use an MPI that "
+          "was built with it, or the gloo "
           "backend with MASTER_ADDR and MASTER_PORT set.");
     }
   });
@@ -82,7 +85,9 @@ bool mpi_is_up() {
 MpiWork::MpiWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs)
     : Work(rank, type),
       outputs_(std::move(outputs)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
 
 void MpiWork::succeed(int source) {
   source_ = source;
@@ -159,16 +164,19 @@ bool MpiProgress::advance(MpiOperation& operation) {
     }
     int done = 0;
     std::vector<MPI_Status> statuses(operation.requests.size());
-    check_mpi(MPI_Testall(static_cast<int>(operation.requests.size()), operation.requests.data(), &done, statuses.data()),
+    check_mpi(MPI_Testall(static_cast<int>(operation.requests.size()), operation.requests.data(),
+                          &done, statuses.data()),
               "MPI_Testall");
     if (done == 0) {
       if (operation.channel->broken) {
-        give_up(operation, std::make_exception_ptr(std::runtime_error("the operation was aborted")));
+        give_up(operation,
+                std::make_exception_ptr(std::runtime_error("the operation was aborted")));
         return true;
       }
       if (Clock::now() > operation.deadline) {
         give_up(operation, std::make_exception_ptr(c10d::TimeoutError(
-                               {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, "MPI did not finish in time")));
+                               {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                               "MPI did not finish in time")));
         return true;
       }
       return false;

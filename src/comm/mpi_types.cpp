@@ -17,7 +17,8 @@ template <class T, class Combine>
 void reduce_in_float(void* in, void* inout, int* length, MPI_Datatype*) {
   const T* a = static_cast<const T*>(in);
   T* b = static_cast<T*>(inout);
-  for (int i = 0; i < *length; ++i) b[i] = static_cast<T>(Combine()(static_cast<float>(a[i]), static_cast<float>(b[i])));
+  for (int i = 0; i < *length; ++i)
+    b[i] = static_cast<T>(Combine()(static_cast<float>(a[i]), static_cast<float>(b[i])));
 }
 
 struct Sum {
@@ -51,11 +52,16 @@ struct Small {
 
   MPI_Op op(c10d::ReduceOp::RedOpType op) const {
     switch (op) {
-      case c10d::ReduceOp::SUM: return sum;
-      case c10d::ReduceOp::PRODUCT: return product;
-      case c10d::ReduceOp::MIN: return minimum;
-      case c10d::ReduceOp::MAX: return maximum;
-      default: return MPI_OP_NULL;
+      case c10d::ReduceOp::SUM:
+        return sum;
+      case c10d::ReduceOp::PRODUCT:
+        return product;
+      case c10d::ReduceOp::MIN:
+        return minimum;
+      case c10d::ReduceOp::MAX:
+        return maximum;
+      default:
+        return MPI_OP_NULL;
     }
   }
 };
@@ -76,24 +82,36 @@ void check_mpi(int code, const char* call) {
   std::array<char, MPI_MAX_ERROR_STRING> buffer{};
   int length = 0;
   MPI_Error_string(code, buffer.data(), &length);
-  throw std::runtime_error(text::concat(call, ": ", std::string(buffer.data(), static_cast<std::size_t>(length))));
+  throw std::runtime_error(
+      text::concat(call, ": ", std::string(buffer.data(), static_cast<std::size_t>(length))));
 }
 
 MPI_Datatype mpi_type(c10::ScalarType dtype) {
   switch (dtype) {
-    case c10::ScalarType::Float: return MPI_FLOAT;
-    case c10::ScalarType::Double: return MPI_DOUBLE;
-    case c10::ScalarType::Half: return half().type;
-    case c10::ScalarType::BFloat16: return bfloat16().type;
-    case c10::ScalarType::Byte: return MPI_UINT8_T;
-    case c10::ScalarType::Char: return MPI_INT8_T;
-    case c10::ScalarType::Short: return MPI_INT16_T;
-    case c10::ScalarType::Int: return MPI_INT32_T;
-    case c10::ScalarType::Long: return MPI_INT64_T;
-    default: break;
+    case c10::ScalarType::Float:
+      return MPI_FLOAT;
+    case c10::ScalarType::Double:
+      return MPI_DOUBLE;
+    case c10::ScalarType::Half:
+      return half().type;
+    case c10::ScalarType::BFloat16:
+      return bfloat16().type;
+    case c10::ScalarType::Byte:
+      return MPI_UINT8_T;
+    case c10::ScalarType::Char:
+      return MPI_INT8_T;
+    case c10::ScalarType::Short:
+      return MPI_INT16_T;
+    case c10::ScalarType::Int:
+      return MPI_INT32_T;
+    case c10::ScalarType::Long:
+      return MPI_INT64_T;
+    default:
+      break;
   }
-  throw UnsupportedError(text::concat("Tensors of ", c10::toString(dtype),
-                                      " cannot be reduced over MPI. Convert them to a wider dtype first."));
+  throw UnsupportedError(
+      text::concat("Tensors of ", c10::toString(dtype),
+                   " cannot be reduced over MPI. Convert them to a wider dtype first."));
 }
 
 MPI_Op mpi_op(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op) {
@@ -105,19 +123,34 @@ MPI_Op mpi_op(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op) {
   } else {
     const bool bits = c10::isIntegralType(dtype, /*includeBool=*/false);
     switch (op) {
-      case c10d::ReduceOp::SUM: found = MPI_SUM; break;
-      case c10d::ReduceOp::PRODUCT: found = MPI_PROD; break;
-      case c10d::ReduceOp::MIN: found = MPI_MIN; break;
-      case c10d::ReduceOp::MAX: found = MPI_MAX; break;
-      case c10d::ReduceOp::BAND: found = bits ? MPI_BAND : MPI_OP_NULL; break;
-      case c10d::ReduceOp::BOR: found = bits ? MPI_BOR : MPI_OP_NULL; break;
-      case c10d::ReduceOp::BXOR: found = bits ? MPI_BXOR : MPI_OP_NULL; break;
-      default: break;
+      case c10d::ReduceOp::SUM:
+        found = MPI_SUM;
+        break;
+      case c10d::ReduceOp::PRODUCT:
+        found = MPI_PROD;
+        break;
+      case c10d::ReduceOp::MIN:
+        found = MPI_MIN;
+        break;
+      case c10d::ReduceOp::MAX:
+        found = MPI_MAX;
+        break;
+      case c10d::ReduceOp::BAND:
+        found = bits ? MPI_BAND : MPI_OP_NULL;
+        break;
+      case c10d::ReduceOp::BOR:
+        found = bits ? MPI_BOR : MPI_OP_NULL;
+        break;
+      case c10d::ReduceOp::BXOR:
+        found = bits ? MPI_BXOR : MPI_OP_NULL;
+        break;
+      default:
+        break;
     }
   }
   if (found == MPI_OP_NULL) {
-    throw UnsupportedError(text::concat("MPI has no reduction of this kind (c10d's number ", static_cast<int>(op), ") for ",
-                                        c10::toString(dtype), "."));
+    throw UnsupportedError(text::concat("MPI has no reduction of this kind (c10d's number ",
+                                        static_cast<int>(op), ") for ", c10::toString(dtype), "."));
   }
   return found;
 }

@@ -8,8 +8,10 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw UnsupportedError(
-      "MPI is needed, for the mpi backend was asked for or mpirun started this program, and this build of accelerate-cpp has "
-      "none. Install libopenmpi-dev and build with -DACCELERATE_WITH_MPI=ON; or use the gloo backend, and under mpirun set "
+      "MPI is needed, for the mpi backend was asked for or mpirun started this program, and this "
+      "build of accelerate-cpp has "
+      "none. Install libopenmpi-dev and build with -DACCELERATE_WITH_MPI=ON; or use the gloo "
+      "backend, and under mpirun set "
       "MASTER_ADDR and MASTER_PORT.");
 }
 
@@ -18,7 +20,8 @@ namespace {
 bool have_mpi() { return false; }
 MpiPlace mpi_place() { refuse(); }
 std::string mpi_broadcast(const std::string&) { refuse(); }
-c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&, int,
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const c10::intrusive_ptr<c10d::Store>&,
+                                                   const std::vector<int>&, int,
                                                    std::chrono::milliseconds) {
   refuse();
 }

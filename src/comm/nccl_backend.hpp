@@ -11,7 +11,8 @@ namespace accelerate::comm {
 bool have_nccl();
 /// c10d's NCCL backend. Collective over the ranks that use the same store. Throws UnsupportedError
 /// when the library was built without NCCL.
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                                    int rank, int size,
                                                     std::chrono::milliseconds timeout);
 
 }  // namespace accelerate::comm

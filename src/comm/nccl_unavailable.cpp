@@ -7,9 +7,11 @@ namespace accelerate::comm {
 
 bool have_nccl() { return false; }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>&, int, int, std::chrono::milliseconds) {
+c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>&, int,
+                                                    int, std::chrono::milliseconds) {
   throw UnsupportedError(
-      "The nccl backend was asked for, and this build of accelerate-cpp has none. Build with the CUDA wheel of torch and "
+      "The nccl backend was asked for, and this build of accelerate-cpp has none. Build with the "
+      "CUDA wheel of torch and "
       "-DACCELERATE_WITH_NCCL=ON, or use the gloo or mpi backend.");
 }
 

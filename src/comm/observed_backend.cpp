@@ -20,12 +20,14 @@ std::int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.numel() * static_cast<std::int64_t>(tensor.element_size()) : 0;
 }
 std::int64_t bytes_of(const Tensors& tensors) {
-  return std::accumulate(tensors.begin(), tensors.end(), std::int64_t{0},
-                         [](std::int64_t sum, const at::Tensor& tensor) { return sum + bytes_of(tensor); });
+  return std::accumulate(
+      tensors.begin(), tensors.end(), std::int64_t{0},
+      [](std::int64_t sum, const at::Tensor& tensor) { return sum + bytes_of(tensor); });
 }
 std::int64_t bytes_of(const TensorLists& lists) {
-  return std::accumulate(lists.begin(), lists.end(), std::int64_t{0},
-                         [](std::int64_t sum, const Tensors& tensors) { return sum + bytes_of(tensors); });
+  return std::accumulate(
+      lists.begin(), lists.end(), std::int64_t{0},
+      [](std::int64_t sum, const Tensors& tensors) { return sum + bytes_of(tensors); });
 }
 Tensors flat(const TensorLists& lists) {
   Tensors all;
@@ -35,8 +37,8 @@ Tensors flat(const TensorLists& lists) {
 
 class ObservedBackend final : public c10d::Backend {
  public:
-  ObservedBackend(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<GroupWatch> watch, Memory memory,
-                  std::vector<c10::intrusive_ptr<c10d::Backend>> aborted)
+  ObservedBackend(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<GroupWatch> watch,
+                  Memory memory, std::vector<c10::intrusive_ptr<c10d::Backend>> aborted)
       : Backend(inner->getRank(), inner->getSize()),
         inner_(std::move(inner)),
         watch_(std::move(watch)),
@@ -46,8 +48,8 @@ class ObservedBackend final : public c10d::Backend {
   }
   ~ObservedBackend() override {
     for (const auto& backend : aborted_) watch_->forget(backend.get());
-    // gloo's threads may still wait for what a lost rank will never send, and destroying the backend
-    // would wait for them, up to the timeout. They end with the process.
+    // gloo's threads may still wait for what a lost rank will never send, and destroying the
+    // backend would wait for them, up to the timeout. They end with the process.
     if (watch_->knows_loss()) {
       static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>;
       static std::mutex mutex;
@@ -91,7 +93,8 @@ class ObservedBackend final : public c10d::Backend {
                [&] { return inner_->allreduce_sparse(tensors, options); });
   }
 
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override {
     Staging staging(host_, Staging::Use::reduce);
     return run("all_reduce", OpType::ALLREDUCE_COALESCED, bytes_of(tensors), tensors, staging, [&] {
       Tensors staged = staging.inout(tensors);
@@ -107,7 +110,8 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
     Staging staging(host_, Staging::Use::move);
     return run("all_gather", OpType::ALLGATHER, bytes_of(outputs), flat(outputs), staging, [&] {
       TensorLists staged;
@@ -117,7 +121,8 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
     Staging staging(host_, Staging::Use::move);
     return run("all_gather", OpType::_ALLGATHER_BASE, bytes_of(output), {output}, staging, [&] {
       at::Tensor staged = staging.out(output);
@@ -126,14 +131,16 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override {
     Staging staging(host_, Staging::Use::move);
-    return run("all_gather", OpType::ALLGATHER_COALESCED, bytes_of(outputs), flat(outputs), staging, [&] {
-      TensorLists staged;
-      for (auto& list : outputs) staged.push_back(staging.out(list));
-      Tensors given = staging.in(inputs);
-      return inner_->allgather_coalesced(staged, given, options);
-    });
+    return run("all_gather", OpType::ALLGATHER_COALESCED, bytes_of(outputs), flat(outputs), staging,
+               [&] {
+                 TensorLists staged;
+                 for (auto& list : outputs) staged.push_back(staging.out(list));
+                 Tensors given = staging.in(inputs);
+                 return inner_->allgather_coalesced(staged, given, options);
+               });
   }
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -146,7 +153,8 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
     Staging staging(host_, Staging::Use::move);
     return run("gather", OpType::GATHER, bytes_of(inputs) * getSize(), flat(outputs), staging, [&] {
       TensorLists staged;
@@ -156,7 +164,8 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override {
     Staging staging(host_, Staging::Use::move);
     return run("scatter", OpType::SCATTER, bytes_of(outputs) * getSize(), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -166,7 +175,8 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
     Staging staging(host_, Staging::Use::reduce);
     return run("reduce_scatter", OpType::REDUCE_SCATTER, bytes_of(inputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -179,11 +189,13 @@ class ObservedBackend final : public c10d::Backend {
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
     Staging staging(host_, Staging::Use::reduce);
-    return run("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, bytes_of(input), {output}, staging, [&] {
-      at::Tensor staged = staging.out(output);
-      at::Tensor given = staging.in(input);
-      return inner_->_reduce_scatter_base(staged, given, with_reduction(options, staging, {output}));
-    });
+    return run("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, bytes_of(input), {output}, staging,
+               [&] {
+                 at::Tensor staged = staging.out(output);
+                 at::Tensor given = staging.in(input);
+                 return inner_->_reduce_scatter_base(staged, given,
+                                                     with_reduction(options, staging, {output}));
+               });
   }
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -192,12 +204,14 @@ class ObservedBackend final : public c10d::Backend {
     return run("reduce_scatter", OpType::COALESCED, bytes_of(inputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
       Tensors given = staging.in(inputs);
-      return inner_->reduce_scatter_tensor_coalesced(staged, given, with_reduction(options, staging, outputs));
+      return inner_->reduce_scatter_tensor_coalesced(staged, given,
+                                                     with_reduction(options, staging, outputs));
     });
   }
 
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override {
     Staging staging(host_, Staging::Use::move);
     return run("all_to_all", OpType::ALLTOALL_BASE, bytes_of(input), {output}, staging, [&] {
       // Rows are what splits count, so bytes keep them.
@@ -207,7 +221,8 @@ class ObservedBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override {
     Staging staging(host_, Staging::Use::move);
     return run("all_to_all", OpType::ALLTOALL, bytes_of(inputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -248,21 +263,24 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     Staging staging(false, Staging::Use::move);
-    return run("barrier", OpType::BARRIER, 0, {}, staging, [&] { return inner_->barrier(options); });
+    return run("barrier", OpType::BARRIER, 0, {}, staging,
+               [&] { return inner_->barrier(options); });
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all) override {
-    guarded("barrier", 0, -1, [&] { inner_->monitoredBarrier(options, wait_for_all); });
+    guarded("barrier", 0, [&] { inner_->monitoredBarrier(options, wait_for_all); });
   }
 
  private:
   static at::Tensor rows_like(const at::Tensor& staged, const at::Tensor& original) {
-    if (staged.dim() == original.dim() || original.dim() == 0 || original.size(0) == 0) return staged;
+    if (staged.dim() == original.dim() || original.dim() == 0 || original.size(0) == 0)
+      return staged;
     return staged.view({original.size(0), -1});
   }
 
   template <class OptionsType>
-  OptionsType with_reduction(const OptionsType& options, Staging& staging, const Tensors& outputs) const {
+  OptionsType with_reduction(const OptionsType& options, Staging& staging,
+                             const Tensors& outputs) const {
     OptionsType changed = options;
     changed.reduceOp = staging.reduction(options.reduceOp, outputs, getSize());
     return changed;
@@ -270,8 +288,8 @@ class ObservedBackend final : public c10d::Backend {
 
   /// Counts and starts; errors of starting are explained.
   template <class Start>
-  std::invoke_result_t<Start> guarded(const char* kind, std::int64_t bytes, int peer, Start&& start) {
-    watch_->check_alive(kind, peer);
+  std::invoke_result_t<Start> guarded(const char* kind, std::int64_t bytes, Start&& start) {
+    watch_->check_alive(kind);
     watch_->count(kind, bytes);
     try {
       return start();
@@ -281,12 +299,12 @@ class ObservedBackend final : public c10d::Backend {
   }
 
   template <class Start>
-  WorkPtr run(const char* kind, OpType type, std::int64_t bytes, Tensors outputs, Staging& staging, Start&& start,
-              int peer = -1) {
-    WorkPtr inner = guarded(kind, bytes, peer, start);
+  WorkPtr run(const char* kind, OpType type, std::int64_t bytes, Tensors outputs, Staging& staging,
+              Start&& start, int peer = -1) {
+    WorkPtr inner = guarded(kind, bytes, start);
     if (!host_ || !inner) return inner;
-    auto work = c10::make_intrusive<ObservedWork>(watch_, kind, type, peer, std::move(inner), std::move(outputs),
-                                                  staging.finish());
+    auto work = c10::make_intrusive<ObservedWork>(watch_, kind, type, peer, std::move(inner),
+                                                  std::move(outputs), staging.finish());
     work->start();
     return work;
   }
@@ -299,9 +317,11 @@ class ObservedBackend final : public c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> observe(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<GroupWatch> watch,
-                                          Memory memory, std::vector<c10::intrusive_ptr<c10d::Backend>> aborted) {
-  return c10::make_intrusive<ObservedBackend>(std::move(inner), std::move(watch), memory, std::move(aborted));
+c10::intrusive_ptr<c10d::Backend> observe(c10::intrusive_ptr<c10d::Backend> inner,
+                                          std::shared_ptr<GroupWatch> watch, Memory memory,
+                                          std::vector<c10::intrusive_ptr<c10d::Backend>> aborted) {
+  return c10::make_intrusive<ObservedBackend>(std::move(inner), std::move(watch), memory,
+                                              std::move(aborted));
 }
 
 }  // namespace accelerate::comm

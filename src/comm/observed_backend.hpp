@@ -19,7 +19,8 @@ enum class Memory {
 /// counts, names the operation and the rank in errors, fails everything under way when a rank is
 /// lost, and stages what the inner backend cannot take (CUDA tensors, rare dtypes, means).
 /// `aborted` are the backends inside `inner` that are aborted then.
-c10::intrusive_ptr<c10d::Backend> observe(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<GroupWatch> watch,
-                                          Memory memory, std::vector<c10::intrusive_ptr<c10d::Backend>> aborted);
+c10::intrusive_ptr<c10d::Backend> observe(c10::intrusive_ptr<c10d::Backend> inner,
+                                          std::shared_ptr<GroupWatch> watch, Memory memory,
+                                          std::vector<c10::intrusive_ptr<c10d::Backend>> aborted);
 
 }  // namespace accelerate::comm

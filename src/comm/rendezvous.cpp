@@ -43,7 +43,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const std::string& host, int port,
                                            const Topology& topology, milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(port);
-  options.isServer = topology.rank == 0;
+  options.isServer = topology.rank == 0 && !topology.launcher_has_store;
   options.waitWorkers = false;
   // Whole seconds are what its connection attempts count in.
   options.timeout = std::max(timeout, milliseconds(1000));
@@ -112,6 +112,12 @@ void wait_for_everyone(c10d::Store& store, const Topology& topology, const std::
       if (missing.empty()) break;
       if (Clock::now() > deadline) {
         store.set("verdict", text::join(missing));
+        // The store goes with this process; those who wait have to read it first.
+        const auto readers = topology.world_size - 1 - static_cast<std::int64_t>(missing.size());
+        const auto patience = Clock::now() + milliseconds(3000);
+        while (store.add("verdict/read", 0) < readers && Clock::now() < patience) {
+          std::this_thread::sleep_for(milliseconds(10));
+        }
         fail(text::join(missing));
       }
       if (Clock::now() > notice) {
@@ -137,7 +143,10 @@ void wait_for_everyone(c10d::Store& store, const Topology& topology, const std::
                " that all are here: it ended, or it hangs."),
         kOperation, topology.rank));
   }
-  if (verdict != "complete") fail(verdict);
+  if (verdict != "complete") {
+    store.add("verdict/read", 1);
+    fail(verdict);
+  }
 }
 
 std::string host_name() {
@@ -202,9 +211,10 @@ Rendezvous meet_by_file(const Topology& topology, milliseconds timeout) {
 Rendezvous meet_by_mpi(const Topology& topology, milliseconds timeout) {
   const auto place = mpi_place();
   if (place.rank != topology.rank || place.size != topology.world_size) {
-    throw ConfigError(concat("To MPI this process is rank ", place.rank, " of ", place.size, ", and OpenMPI's variables say rank ",
-                             topology.rank, " of ", topology.world_size,
-                             ". Start the program directly with mpirun, or set MASTER_ADDR and MASTER_PORT."));
+    throw ConfigError(
+        concat("To MPI this process is rank ", place.rank, " of ", place.size,
+               ", and OpenMPI's variables say rank ", topology.rank, " of ", topology.world_size,
+               ". Start the program directly with mpirun, or set MASTER_ADDR and MASTER_PORT."));
   }
   Rendezvous met;
   if (topology.rank == 0) {
@@ -215,14 +225,16 @@ Rendezvous meet_by_mpi(const Topology& topology, milliseconds timeout) {
       mpi_broadcast("");  // the others wait for it
       throw;
     }
-    mpi_broadcast(concat(met.host, " ", c10::static_intrusive_pointer_cast<c10d::TCPStore>(met.store)->getPort()));
+    mpi_broadcast(concat(met.host, " ",
+                         c10::static_intrusive_pointer_cast<c10d::TCPStore>(met.store)->getPort()));
     return met;
   }
   std::istringstream address(mpi_broadcast(""));
   int port = 0;
   if (!(address >> met.host >> port)) {
-    throw DistributedError("Rank 0 could not open the store where the processes were to meet; see its output.", kOperation,
-                           topology.rank);
+    throw DistributedError(
+        "Rank 0 could not open the store where the processes were to meet; see its output.",
+        kOperation, topology.rank);
   }
   met.store = open_store(met.host, port, topology, timeout);
   return met;

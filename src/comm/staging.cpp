@@ -22,8 +22,10 @@ bool is_common(at::ScalarType dtype) {
     case at::kChar:
     case at::kByte:
     case at::kInt:
-    case at::kLong: return true;
-    default: return false;
+    case at::kLong:
+      return true;
+    default:
+      return false;
   }
 }
 
@@ -33,11 +35,13 @@ at::Tensor Staging::convert(const at::Tensor& tensor, bool read, bool write) {
   if (!active_ || !tensor.defined() || tensor.is_sparse()) return tensor;
   const at::NoGradGuard no_grad;
   at::Tensor staged = tensor.detach();
-  if (staged.is_cuda()) staged = read ? staged.cpu() : at::empty_like(staged, staged.options().device(at::kCPU));
+  if (staged.is_cuda())
+    staged = read ? staged.cpu() : at::empty_like(staged, staged.options().device(at::kCPU));
   if (!staged.is_contiguous()) {
-    throw ConfigError(text::concat("A tensor of shape [", text::join(tensor.sizes()), "] and strides [",
-                                   text::join(tensor.strides()),
-                                   "] was to be communicated, which takes contiguous memory. Give it tensor.contiguous()."));
+    throw ConfigError(text::concat(
+        "A tensor of shape [", text::join(tensor.sizes()), "] and strides [",
+        text::join(tensor.strides()),
+        "] was to be communicated, which takes contiguous memory. Give it tensor.contiguous()."));
   }
   const at::Tensor host = staged;
   const auto dtype = staged.scalar_type();
@@ -51,8 +55,9 @@ at::Tensor Staging::convert(const at::Tensor& tensor, bool read, bool write) {
     } else if (at::isComplexType(dtype)) {
       staged = at::view_as_real(staged);  // sums of parts; anything else is refused by reduction()
     } else {
-      throw UnsupportedError(text::concat("Tensors of ", c10::toString(dtype),
-                                          " cannot be reduced over ranks. Convert them to a wider dtype first."));
+      throw UnsupportedError(
+          text::concat("Tensors of ", c10::toString(dtype),
+                       " cannot be reduced over ranks. Convert them to a wider dtype first."));
     }
   }
   if (write && staged.data_ptr() != tensor.data_ptr() && tensor.numel() > 0) {
@@ -86,12 +91,14 @@ std::vector<at::Tensor> Staging::inout(const std::vector<at::Tensor>& tensors) {
   return each(tensors, [&](const at::Tensor& tensor) { return inout(tensor); });
 }
 
-c10d::ReduceOp Staging::reduction(const c10d::ReduceOp& op, const std::vector<at::Tensor>& outputs, int size) {
+c10d::ReduceOp Staging::reduction(const c10d::ReduceOp& op, const std::vector<at::Tensor>& outputs,
+                                  int size) {
   if (!active_) return op;
   const auto kind = static_cast<c10d::ReduceOp::RedOpType>(op);
   const auto dtype = outputs.empty() ? at::kFloat : outputs.front().scalar_type();
   if (at::isComplexType(dtype) && kind != c10d::ReduceOp::SUM && kind != c10d::ReduceOp::AVG) {
-    throw UnsupportedError("Complex tensors can be summed or averaged over ranks, not multiplied or compared.");
+    throw UnsupportedError(
+        "Complex tensors can be summed or averaged over ranks, not multiplied or compared.");
   }
   if (dtype == at::kBool) {
     // On bytes that are 0 or 1: "any" is the maximum, "all" the minimum.

@@ -24,7 +24,8 @@ class Staging {
   std::vector<at::Tensor> out(const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> inout(const std::vector<at::Tensor>& tensors);
   /// What a mean becomes: a sum that finish() divides. Other operations stay.
-  c10d::ReduceOp reduction(const c10d::ReduceOp& op, const std::vector<at::Tensor>& outputs, int size);
+  c10d::ReduceOp reduction(const c10d::ReduceOp& op, const std::vector<at::Tensor>& outputs,
+                           int size);
 
   /// What is left to do when the operation has succeeded; empty when nothing is.
   std::function<void()> finish();

@@ -27,7 +27,7 @@ using text::concat;
 constexpr const char* kWorldId = "world";
 constexpr milliseconds kGlooTimeout{30 * 60 * 1000};
 constexpr milliseconds kNcclTimeout{10 * 60 * 1000};
-/// How long rank 0 keeps the store for the others after it is done itself.
+/// How long a rank that is done waits for the others to be done.
 constexpr milliseconds kDepartureTimeout{10 * 1000};
 
 Backend choose_backend(const Topology& topology, const WorldOptions& options) {
@@ -85,15 +85,18 @@ namespace {
 /// Refuses what cannot work before anybody is waited for.
 void check_backend(Backend backend, const Topology& topology, const WorldOptions& options) {
   if (backend == Backend::nccl && !options.device().is_cuda()) {
-    throw ConfigError(concat("The nccl backend communicates CUDA tensors, and the device is ", options.device().str(),
+    throw ConfigError(concat("The nccl backend communicates CUDA tensors, and the device is ",
+                             options.device().str(),
                              ". Use a CUDA device, or the gloo or mpi backend."));
   }
   if (backend == Backend::mpi) {
     const auto place = mpi_place();
     if (place.rank != topology.rank || place.size != topology.world_size) {
-      throw ConfigError(concat("The mpi backend was asked for, and to MPI this process is rank ", place.rank, " of ", place.size,
-                               " while its environment (", to_string(topology.kind), ") says rank ", topology.rank, " of ",
-                               topology.world_size, ". Start the program with mpirun, or use the gloo backend."));
+      throw ConfigError(concat("The mpi backend was asked for, and to MPI this process is rank ",
+                               place.rank, " of ", place.size, " while its environment (",
+                               to_string(topology.kind), ") says rank ", topology.rank, " of ",
+                               topology.world_size,
+                               ". Start the program with mpirun, or use the gloo backend."));
     }
   }
 }
@@ -156,7 +159,8 @@ std::shared_ptr<Group::Impl> World::join(const std::string& id, const std::strin
 
   impl->world = shared_from_this();
   impl->backend = to_string(backend_);
-  impl->watch = std::make_shared<GroupWatch>(name, impl->rank, impl->global_ranks, timeout_, liveness_, id == kWorldId);
+  impl->watch = std::make_shared<GroupWatch>(name, impl->rank, impl->global_ranks, timeout_,
+                                             liveness_, id == kWorldId);
   try {
     using Type = c10d::ProcessGroup::BackendType;
     const auto store = c10::make_intrusive<c10d::PrefixStore>(id, store_);
@@ -174,12 +178,14 @@ std::shared_ptr<Group::Impl> World::join(const std::string& id, const std::strin
     }
     impl->process_group->setDefaultBackend(backend_ == Backend::nccl ? Type::NCCL : host_type);
   } catch (...) {
-    std::rethrow_exception(impl->watch->explain(std::current_exception(), impl->watch->operation("create_group")));
+    std::rethrow_exception(
+        impl->watch->explain(std::current_exception(), impl->watch->operation("create_group")));
   }
   liveness_->subscribe(impl->watch);
   const std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& weak) { return weak.expired(); });
   groups_.push_back(impl);
+  connections_.push_back(impl->process_group);
   return impl;
 }
 
@@ -192,14 +198,22 @@ World::BackendPtr World::make_backend(Backend backend, const c10::intrusive_ptr<
   };
   BackendPtr made;
   switch (backend) {
-    case Backend::nccl: made = aborted.emplace_back(make_nccl_backend(store, group.rank, group.size, timeout_)); break;
-    case Backend::mpi: made = aborted.emplace_back(make_mpi_backend(store, group.global_ranks, group.rank, timeout_)); break;
+    case Backend::nccl:
+      made = aborted.emplace_back(make_nccl_backend(store, group.rank, group.size, timeout_));
+      break;
+    case Backend::mpi:
+      made =
+          aborted.emplace_back(make_mpi_backend(store, group.global_ranks, group.rank, timeout_));
+      break;
     case Backend::gloo:
-    case Backend::automatic: made = gloo("gloo"); break;
+    case Backend::automatic:
+      made = gloo("gloo");
+      break;
   }
-  if (debug_) made = check_calls(std::move(made), gloo(backend == Backend::nccl ? "nccl/debug" : "debug"));
-  return observe(std::move(made), group.watch, backend == Backend::nccl ? Memory::device : Memory::host,
-                 std::move(aborted));
+  if (debug_)
+    made = check_calls(std::move(made), gloo(backend == Backend::nccl ? "nccl/debug" : "debug"));
+  return observe(std::move(made), group.watch,
+                 backend == Backend::nccl ? Memory::device : Memory::host, std::move(aborted));
 }
 
 void World::close() noexcept {
@@ -212,9 +226,11 @@ void World::close() noexcept {
   }
   if (liveness_) {
     // An exception on its way out means that this rank fails; the others must not take it for done.
-    const bool quietly = std::uncaught_exceptions() > 0 || liveness_->loss().has_value();
-    if (topology_.rank == 0 && !quietly) liveness_->wait_for_departures(kDepartureTimeout);
-    liveness_->leave(quietly);
+    const bool fails = std::uncaught_exceptions() > 0 || liveness_->loss().has_value();
+    // Until the others go too, for what they have yet to receive from this rank may be in buffers
+    // that closing the connections would throw away, and rank 0 keeps the store.
+    if (!fails) liveness_->say_goodbye(kDepartureTimeout);
+    liveness_->leave();
   }
   for (const auto& weak : groups) {
     if (const auto impl = weak.lock()) {
@@ -224,6 +240,7 @@ void World::close() noexcept {
       impl->cuda_backend.reset();
     }
   }
+  connections_.clear();
   store_.reset();
 }
 

@@ -33,7 +33,8 @@ class World : public std::enable_shared_from_this<World> {
 
  private:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-  BackendPtr make_backend(Backend backend, const c10::intrusive_ptr<c10d::Store>& store, const Group::Impl& group) const;
+  BackendPtr make_backend(Backend backend, const c10::intrusive_ptr<c10d::Store>& store,
+                          const Group::Impl& group) const;
 
   Topology topology_;
   Backend backend_;
@@ -44,6 +45,9 @@ class World : public std::enable_shared_from_this<World> {
   std::shared_ptr<Liveness> liveness_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<Group::Impl>> groups_;
+  // Kept to the end: a rank that drops a group at once would cut off ranks that still connect to
+  // it.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> connections_;
   bool closed_ = false;
 };
 

@@ -12,6 +12,7 @@ import math
 import pathlib
 import struct
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +155,7 @@ def train(trainer, flags):
         DataLoader(held_out, args.batch_size),
     )
 
-    losses, norms, ids = [], [], []
+    losses, norms, ids, ends = [], [], [], []
     while len(norms) < args.max_steps:
         for data, target, numbers in loader:
             with accelerator.accumulate(model):
@@ -168,6 +169,7 @@ def train(trainer, flags):
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
+                    ends.append(time.perf_counter())
             if len(norms) == args.max_steps:
                 break
 
@@ -196,6 +198,7 @@ def train(trainer, flags):
     return {
         "losses": losses,
         "grad_norms": norms,
+        "steps_per_second": (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else 0.0,
         "eval": evaluation,
         "sample_ids_checksum": checksum(in_order),
         "parameter_count": sum(weight.numel() for weight in weights),

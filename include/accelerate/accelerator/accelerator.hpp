@@ -329,14 +329,11 @@ void Accelerator::join_uneven_inputs(Arguments&&... arguments) {
 
 template <TensorTree T>
 T Accelerator::gather_for_metrics(const T& tree) const {
-  T gathered = comm::gather(tree, world());
-  const LoaderProgress* progress = gradient_state_->progress();
-  if (progress == nullptr || progress->real_samples < 0 || progress->real_samples == progress->global_samples) {
-    return gathered;
-  }
-  return tree::map(std::move(gathered), [&](const at::Tensor& tensor) {
-    return detail::first_rows(tensor, progress->real_samples, progress->global_samples);
-  });
+  std::vector<at::Tensor> gathered = detail::gather_real_rows(tree::tensors(tree), gradient_state_->progress(), world());
+  T result = tree;
+  std::size_t next = 0;
+  tree::for_each_tensor(result, [&](at::Tensor& tensor) { tensor = std::move(gathered[next++]); });
+  return result;
 }
 
 }  // namespace accelerate

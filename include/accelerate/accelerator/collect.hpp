@@ -15,9 +15,11 @@ namespace accelerate {
 
 namespace detail {
 
-/// The first `real` of `all` rows. Throws DataError unless the tensor has `all` rows: a tensor without
-/// one row a sample, such as a loss, cannot be freed of repeated samples.
-at::Tensor first_rows(const at::Tensor& tensor, std::int64_t real, std::int64_t all);
+/// The tensors of all ranks, concatenated, without the rows that only fill up the loader's batch.
+/// `progress` is null outside of a loader. Throws DataError when such rows are to be left out of a
+/// tensor that does not have one row a sample, for example a loss.
+std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors, const LoaderProgress* progress,
+                                         const comm::Group& group);
 
 /// The untyped half of MetricsCollector.
 class RowCollector {

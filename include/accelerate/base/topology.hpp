@@ -35,6 +35,9 @@ struct Topology {
   /// (openmpi without MASTER_ADDR, file) or nobody has to meet.
   std::string master_addr;
   int master_port = 0;
+  /// The launcher listens there itself, so rank 0 joins like the others (torchrun's
+  /// TORCHELASTIC_USE_AGENT_STORE).
+  bool launcher_has_store = false;
   /// LaunchKind::file only.
   std::string rendezvous_file;
   /// Tells apart jobs that meet at one address one after the other, where the launcher gives such a

@@ -50,7 +50,7 @@ class Group {
   const std::vector<int>& global_ranks() const noexcept;
   std::chrono::milliseconds timeout() const noexcept;
   /// The processes that give the same color, ordered by key, then by rank. Collective over this
-  /// group.
+  /// group. Its connections last until the world ends, so split once and keep the group.
   Group split(int color, int key, const std::string& name) const;
 
   /// In place: `tensor` becomes the reduction over all ranks. avg is sum divided by size().

@@ -74,10 +74,10 @@ Group create_world(const Topology& topology, const WorldOptions& options = {});
 
 /// Leaves the run: the other ranks are told that this one went of its own accord, threads and
 /// connections end. Groups split from `world` end with it; later calls on any of them throw
-/// StateError. Rank 0 waits, at most some seconds, for the others to leave first, for it keeps the
-/// store. Called while an exception unwinds the stack it leaves without a word, so that the others
-/// learn of a failure. Safe to call twice, and after a rank was lost; the last copy of a world
-/// group does it when it goes.
+/// StateError. Waits, at most 10 s, until the others have left too, for they may still receive what
+/// this rank sent, and rank 0 keeps the store. Called while an exception unwinds the stack it
+/// leaves without a word, so that the others learn of a failure. Safe to call twice, and after a
+/// rank was lost; the last copy of a world group does it when it goes.
 void shutdown(const Group& world) noexcept;
 
 }  // namespace accelerate::comm

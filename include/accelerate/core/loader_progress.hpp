@@ -20,8 +20,9 @@ struct LoaderProgress {
   std::int64_t local_real_samples = -1;
   std::int64_t local_samples = -1;
   /// True: what fills the global batch up stands at the end of the rank-by-rank concatenation, so its
-  /// first `real_samples` are the real ones. False (sharding by node or by the user's own rule): each
-  /// rank's first `local_real_samples` are the real ones.
+  /// first `real_samples` are the real ones. False (uneven batches, sharding by node or by the user's
+  /// own rule): each rank's first `local_real_samples` are the real ones, and ranks may have different
+  /// numbers of samples.
   bool fill_is_last = true;
   /// Batches handed out in this pass, this one included.
   std::int64_t batches = 0;
