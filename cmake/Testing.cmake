@@ -34,6 +34,7 @@ function(accelerate_add_test name)
   else()
     target_link_libraries(${name} PRIVATE accelerate::accelerate GTest::gtest_main)
   endif()
+  target_compile_options(${name} PRIVATE -O1 -g0)  # they are compiled more than run
   target_compile_definitions(${name} PRIVATE ACCELERATE_TEST_PYTHON="${ACCELERATE_TEST_PYTHON}"
     ACCELERATE_TESTS_DIR="${PROJECT_SOURCE_DIR}/tests")
   add_test(NAME ${name} COMMAND ${name})
@@ -41,16 +42,22 @@ function(accelerate_add_test name)
     ENVIRONMENT "OMP_NUM_THREADS=1")
 endfunction()
 
-# accelerate_add_distributed_test(NAME SOURCES a_test.cpp ... RANKS 2 4 BACKENDS gloo mpi)
+# accelerate_add_distributed_test(NAME SOURCES a_test.cpp ... RANKS 2 4 BACKENDS gloo mpi [ANY_DEVICE] [LABELS ...])
 #   One test program of GoogleTest cases that every rank runs, started once for each number of ranks
-#   and backend. gloo: by this project's launcher; mpi: by mpirun, where MPI was found.
+#   and backend. gloo: by this project's launcher; mpi: by mpirun, where MPI was found. On the CPU,
+#   unless ANY_DEVICE is given.
 function(accelerate_add_distributed_test name)
-  cmake_parse_arguments(arg "" "" "SOURCES;RANKS;BACKENDS;LABELS" ${ARGN})
-  add_executable(${name} ${arg_SOURCES} ${PROJECT_SOURCE_DIR}/tests/support/distributed_main.cpp)
+  cmake_parse_arguments(arg "ANY_DEVICE" "" "SOURCES;RANKS;BACKENDS;LABELS" ${ARGN})
+  add_executable(${name} ${arg_SOURCES} $<TARGET_OBJECTS:accelerate_distributed_main>)
   accelerate_compile_settings(${name})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${name} PRIVATE accelerate::accelerate GTest::gtest GTest::gmock)
+  target_compile_options(${name} PRIVATE -O1 -g0)
   add_dependencies(${name} accelerate_cli)
+  set(device "ACCELERATE_USE_CPU=1")
+  if(arg_ANY_DEVICE)
+    set(device "ACCELERATE_USE_CPU=0")
+  endif()
   foreach(backend ${arg_BACKENDS})
     foreach(ranks ${arg_RANKS})
       set(test ${name}.${backend}.${ranks}ranks)
@@ -63,7 +70,7 @@ function(accelerate_add_distributed_test name)
         add_test(NAME ${test} COMMAND accelerate_cli launch -n ${ranks} $<TARGET_FILE:${name}>)
       endif()
       set_tests_properties(${test} PROPERTIES LABELS "distributed;${backend};${arg_LABELS}" TIMEOUT 300 PROCESSORS ${ranks}
-        ENVIRONMENT "OMP_NUM_THREADS=1;ACCELERATE_BACKEND=${backend};ACCELERATE_TIMEOUT=120")
+        ENVIRONMENT "OMP_NUM_THREADS=1;ACCELERATE_BACKEND=${backend};ACCELERATE_TIMEOUT=120;${device}")
     endforeach()
   endforeach()
 endfunction()

@@ -318,6 +318,13 @@ AutocastScope Accelerator::autocast() const {
   return AutocastScope(device().type(), mixed_precision_, options_.autocast());
 }
 
+void Accelerator::profile(const ProfileOptions& options, const std::function<void(Profiler&)>& work) const {
+  Profiler profiler(options, process_index());
+  work(profiler);
+  profiler.finish();
+  wait_for_everyone();
+}
+
 bool Accelerator::check_trigger() {
   if (world().size() == 1) return std::exchange(trigger_, false);
   const at::Tensor raised =

@@ -63,7 +63,7 @@ FailureKind classify(const std::exception_ptr& failure) {
 }
 
 std::exception_ptr translate(const std::exception_ptr& failure, const OperationName& name,
-                             std::chrono::milliseconds timeout) {
+                             std::chrono::milliseconds timeout, const std::string& remark) {
   try {
     std::rethrow_exception(failure);
   } catch (const c10::OutOfMemoryError&) {
@@ -84,7 +84,8 @@ std::exception_ptr translate(const std::exception_ptr& failure, const OperationN
                                              "slower than the timeout allows, or it runs other "
                                              "operations. Set ACCELERATE_DEBUG_MODE=1 to have "
                                              "every call compared between ranks, or raise the "
-                                             "timeout (ACCELERATE_TIMEOUT, in seconds)."),
+                                             "timeout (ACCELERATE_TIMEOUT, in seconds).",
+                                             remark),
                                 name.operation, name.rank);
     case FailureKind::connection:
       return nest<PeerLostError>(

@@ -28,8 +28,8 @@ enum class FailureKind {
 FailureKind classify(const std::exception_ptr& failure);
 
 /// The library's error for `failure`, the original nested in it. An error that is the library's own
-/// already is returned as it is.
+/// already is returned as it is. `remark` is added to a timeout's message.
 std::exception_ptr translate(const std::exception_ptr& failure, const OperationName& name,
-                             std::chrono::milliseconds timeout);
+                             std::chrono::milliseconds timeout, const std::string& remark = {});
 
 }  // namespace accelerate::comm

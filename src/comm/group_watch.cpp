@@ -103,26 +103,6 @@ std::exception_ptr GroupWatch::broken_connection(const std::exception_ptr& failu
   return translate(failure, name, timeout_);
 }
 
-std::exception_ptr GroupWatch::with_laggards(const std::exception_ptr& timeout,
-                                             const OperationName& name) const {
-  const auto behind = is_world_ ? liveness_->behind() : std::vector<int>{};
-  if (behind.empty()) return timeout;
-  try {
-    std::rethrow_exception(timeout);
-  } catch (const TimeoutError& error) {
-    try {
-      std::throw_with_nested(
-          TimeoutError(concat(error.what(), " By its last sign of life, rank ", text::join(behind),
-                              " had not started this operation."),
-                       name.operation, rank_));
-    } catch (...) {
-      return std::current_exception();
-    }
-  } catch (...) {
-    return timeout;
-  }
-}
-
 std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
                                        const OperationName& name) const {
   const auto kind = classify(failure);
@@ -133,8 +113,12 @@ std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
                         : liveness_->loss();
   if (loss) return lost_error(*loss, name, failure);
   if (kind == FailureKind::connection) return broken_connection(failure, name);
-  const auto translated = translate(failure, name, timeout_);
-  return kind == FailureKind::timeout ? with_laggards(translated, name) : translated;
+  std::string remark;
+  if (const auto behind = liveness_->behind(); is_world_ && !behind.empty()) {
+    remark = concat(" By its last sign of life, rank ", text::join(behind),
+                    " had not started this operation.");
+  }
+  return translate(failure, name, timeout_, remark);
 }
 
 void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {

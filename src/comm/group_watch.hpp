@@ -62,8 +62,6 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   std::exception_ptr lost_error(const Loss& loss, const OperationName& name,
                                 const std::exception_ptr& cause) const;
   std::exception_ptr left_error(int world_rank, const OperationName& name) const;
-  std::exception_ptr with_laggards(const std::exception_ptr& timeout,
-                                   const OperationName& name) const;
   std::vector<c10::intrusive_ptr<ObservedWork>> under_way() const;
 
   const std::string name_;

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -28,5 +29,9 @@ std::string mpi_broadcast(const std::string& bytes);
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                    const std::vector<int>& global_ranks, int rank,
                                                    std::chrono::milliseconds timeout);
+
+/// The most units one MPI call is given where a message can be cut into pieces; equal on all ranks.
+/// 2^30 unless tests, which have no memory for that many, say otherwise.
+void set_mpi_piece(std::int64_t units);
 
 }  // namespace accelerate::comm

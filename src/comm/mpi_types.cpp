@@ -1,5 +1,7 @@
 #include "comm/mpi_types.hpp"
 
+#include "comm/mpi_backend.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 

@@ -30,7 +30,5 @@ MpiUnits mpi_units(std::int64_t bytes);
 /// The most units that one call is given where a message can be cut into pieces: 2^30, or what
 /// set_mpi_piece said. Equal on all ranks.
 std::int64_t mpi_piece();
-/// For tests, which have no memory for 2^30 elements.
-void set_mpi_piece(std::int64_t units);
 
 }  // namespace accelerate::comm

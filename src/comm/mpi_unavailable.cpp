@@ -25,5 +25,6 @@ c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const c10::intrusive_ptr<c10d
                                                    std::chrono::milliseconds) {
   refuse();
 }
+void set_mpi_piece(std::int64_t) { refuse(); }
 
 }  // namespace accelerate::comm

@@ -12,6 +12,7 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/comm/native.hpp>
 
+#include <ATen/DeviceAccelerator.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -32,7 +33,11 @@ constexpr milliseconds kDepartureTimeout{10 * 1000};
 
 Backend choose_backend(const Topology& topology, const WorldOptions& options) {
   if (options.backend() != Backend::automatic) return options.backend();
-  if (options.device().is_cuda() && have_nccl()) return Backend::nccl;
+  // NCCL wants a device for each process.
+  if (options.device().is_cuda() && have_nccl() &&
+      topology.local_world_size <= at::accelerator::deviceCount()) {
+    return Backend::nccl;
+  }
   return topology.kind == LaunchKind::openmpi && have_mpi() ? Backend::mpi : Backend::gloo;
 }
 

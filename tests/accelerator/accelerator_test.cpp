@@ -12,6 +12,8 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
+#include <filesystem>
+#include <fstream>
 #include <numeric>
 
 namespace accelerate {
@@ -120,9 +122,11 @@ TEST(Prepare, SchedulerOfAnUnpreparedOptimizerIsAnError) {
 
 TEST(Prepare, ModuleOnAnotherDeviceIsAnErrorWithoutPlacement) {
   Accelerator accelerator(AcceleratorOptions().device_placement(false));
-  Scale scale;
-  scale->to(torch::kMeta);
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(scale); }), HasSubstr("meta"));
+  struct Elsewhere : torch::nn::Module {
+    torch::Tensor weight = register_parameter("weight", torch::empty({1}, torch::kMeta));
+    torch::Tensor forward(const torch::Tensor& x) { return weight * x; }
+  } elsewhere;
+  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(elsewhere); }), HasSubstr("meta"));
 }
 
 TEST(Backward, AccumulationNeedsThePreparedOptimizer) {
@@ -328,6 +332,41 @@ TEST(Precision, WhatTheDeviceCannotDoIsRefused) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "this is about the CPU";
   EXPECT_THROW(Accelerator(AcceleratorOptions().mixed_precision(MixedPrecision::fp16)), PrecisionError);
   EXPECT_THROW(Accelerator(AcceleratorOptions().mixed_precision(MixedPrecision::fp8)), UnsupportedError);
+}
+
+TEST(Profile, WritesATraceOfEachCycle) {
+  Accelerator accelerator;
+  char pattern[] = "/tmp/accelerate-profile-XXXXXX";
+  const std::string folder = mkdtemp(pattern);
+  const auto multiply = [] { return torch::mm(torch::ones({8, 8}), torch::ones({8, 8})); };
+  accelerator.profile(ProfileOptions().output_trace_dir(folder).record_shapes(true), [&](Profiler&) { multiply(); });
+  const auto trace_of = [&](const std::string& name) {
+    std::ifstream file(folder + "/" + name);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const std::string rank = std::to_string(world().rank());
+  EXPECT_THAT(trace_of("profile_" + rank + ".json"), HasSubstr("aten::mm"));
+  // Steps 0 wait, 1 warm up, 2 active; twice.
+  accelerator.profile(ProfileOptions().output_trace_dir(folder).schedule(
+                          ProfileSchedule().wait(1).warmup(1).active(1).repeat(2)),
+                      [&](Profiler& profiler) {
+                        for (int step = 0; step < 9; ++step) {
+                          if (step % 3 == 2) multiply();
+                          if (step % 3 != 2) torch::ones({3}).cumsum(0);
+                          profiler.step();
+                        }
+                        EXPECT_EQ(profiler.files().size(), 2U);
+                      });
+  for (const char* cycle : {"_0", "_1"}) {
+    const std::string trace = trace_of("profile_" + rank + cycle + ".json");
+    EXPECT_THAT(trace, HasSubstr("aten::mm"));
+    EXPECT_THAT(trace, ::testing::Not(HasSubstr("aten::cumsum"))) << "waiting and warming up were kept";
+  }
+  EXPECT_THROW(accelerator.profile(ProfileOptions().schedule(ProfileSchedule().active(0)), [](Profiler&) {}), ConfigError);
+  EXPECT_THROW(accelerator.profile(ProfileOptions().output_trace_dir("/proc/nowhere"), [&](Profiler&) { multiply(); }),
+               ConfigError);
+  for (const auto& file : std::filesystem::directory_iterator(folder)) std::filesystem::remove(file);
+  std::filesystem::remove(folder);
 }
 
 TEST(State, OneProcessHasOne) {

@@ -1,5 +1,6 @@
 // Runs on several ranks: what lies under the group. c10d's own interface, c10d::Reducer, meshes,
 // and how much a wait costs.
+#include "comm/mpi_backend.hpp"
 #include "support/distributed.hpp"
 
 #include <accelerate/base/error.hpp>
@@ -127,6 +128,25 @@ TEST(Native, WorksHaveFutures) {
   const auto future = work->getFuture();
   future->waitAndThrow();
   EXPECT_EQ(future->value().toTensorVector().at(0)[0].item<int>(), world().size());
+}
+
+TEST(Mpi, CutsLongMessagesIntoPieces) {
+  if (world().backend() != "mpi") GTEST_SKIP() << "for the mpi backend";
+  set_mpi_piece(100);
+  const auto line = at::arange(1234, at::kFloat);
+  const auto sum = line.clone();
+  world().all_reduce(sum).wait();
+  EXPECT_TRUE(at::equal(sum, line * world().size()));
+  const auto sent = world().rank() == 1 ? line.clone() : at::zeros({1234});
+  world().broadcast(sent, 1).wait();
+  EXPECT_TRUE(at::equal(sent, line));
+  if (world().rank() == 0) world().send(line, 1).wait();
+  if (world().rank() == 1) {
+    const auto got = at::zeros({1234});
+    world().recv(got, 0).wait();
+    EXPECT_TRUE(at::equal(got, line));
+  }
+  set_mpi_piece(std::int64_t{1} << 30);
 }
 
 TEST(Traffic, CountsByKindTheReducersToo) {

@@ -4,6 +4,7 @@
 #include <accelerate/accelerator/options.hpp>
 #include <accelerate/accelerator/prepare.hpp>
 #include <accelerate/accelerator/prepared_module.hpp>
+#include <accelerate/accelerator/profile.hpp>
 #include <accelerate/accelerator/split.hpp>
 #include <accelerate/base/json.hpp>
 #include <accelerate/comm/collectives.hpp>
@@ -175,6 +176,10 @@ class Accelerator {
 
   /// Mixed precision as in a prepared forward, for code outside of it.
   AutocastScope autocast() const;
+  /// Runs `work` under LibTorch's profiler, writes each process' trace if a folder was named, and waits
+  /// for all processes. With a schedule, `work` calls the
+  /// profiler's `step()` at the end of each step.
+  void profile(const ProfileOptions& options, const std::function<void(Profiler&)>& work) const;
   /// Raises a flag on this rank, for all to see in `check_trigger`.
   void set_trigger() { trigger_ = true; }
   /// Collective. True on every rank when any had raised its flag, which it then lowers.

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <accelerate/intercept/key.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace accelerate::intercept {
+
+/// A storage whose memory comes and goes under the tensors that view it. It is never replaced, so a
+/// tensor that autograd saved finds the memory again when backward comes to it. While it is empty,
+/// every access to its data through ATen throws a sentence that names it.
+///
+/// It is found from a tensor in constant time and without a lock, because it is the `Allocator`
+/// that the StorageImpl points to. That also catches whoever tries to resize the storage.
+class TaggedStorage final : public c10::Allocator {
+ public:
+  /// Who decides what is in memory. Calls may come from any thread.
+  class Owner {
+   public:
+    /// An operator is about to use the storage, and holds it. Returns when the memory is there.
+    virtual void demand(TaggedStorage& storage) = 0;
+    /// The last operator that held the storage is done, and `want_empty` was asked meanwhile.
+    virtual void unheld(TaggedStorage& storage) noexcept = 0;
+    /// An operator wrote to `view`, which lies in this storage; it still holds the storage.
+    virtual void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) = 0;
+
+   protected:
+    ~Owner() = default;
+  };
+
+  /// Starts empty. `name` appears in messages, `id` is the owner's to tell its storages apart.
+  TaggedStorage(int id, std::string name, std::int64_t elements, at::ScalarType dtype,
+                at::Device device, Owner& owner);
+  /// Tensors that still lie in the storage throw from now on when they are used.
+  ~TaggedStorage();
+  TaggedStorage(const TaggedStorage&) = delete;
+  TaggedStorage& operator=(const TaggedStorage&) = delete;
+
+  /// The tagged storage under `tensor`, or null when it lies in an ordinary one. Throws StateError
+  /// when the storage was given up by its owner.
+  static TaggedStorage* of(const at::TensorBase& tensor);
+
+  /// A tagged tensor over part of the storage; there need not be memory yet.
+  at::Tensor view(at::IntArrayRef sizes, at::IntArrayRef strides, std::int64_t offset) const;
+
+  /// Puts `contents`, a flat tensor of the storage's length and dtype, under every view.
+  void fill(at::Tensor contents);
+  /// Takes the memory away from under the views and returns it.
+  at::Tensor empty();
+  /// What `fill` gave: an untagged tensor with a version counter of its own, so that autograd does
+  /// not mistake the library's writes for the user's. Undefined while empty.
+  const at::Tensor& contents() const noexcept { return contents_; }
+
+  /// Whether operators may use the storage without asking the owner. To be set only when filled.
+  void set_ready(bool ready) noexcept { ready_.store(ready); }
+  /// True when an operator is using the storage; then `unheld` is called once the last one is done,
+  /// unless `cancel_empty` comes first.
+  bool want_empty() noexcept;
+  void cancel_empty() noexcept { wanted_empty_.store(false); }
+  bool empty_is_wanted() const noexcept { return wanted_empty_.load(); }
+
+  /// An operator begins to use the storage: counted first, so that nobody takes the memory away.
+  void hold() noexcept { holds_.fetch_add(1); }
+  bool ready() const noexcept { return ready_.load(); }
+  void let_go() noexcept {
+    if (holds_.fetch_sub(1) == 1 && wanted_empty_.load()) owner_->unheld(*this);
+  }
+
+  Owner& owner() const noexcept { return *owner_; }
+  int id() const noexcept { return id_; }
+  const std::string& name() const noexcept { return name_; }
+  std::int64_t elements() const noexcept { return elements_; }
+  std::int64_t bytes() const noexcept { return elements_ * static_cast<std::int64_t>(item_size_); }
+  at::ScalarType dtype() const noexcept { return dtype_; }
+  at::Device device() const noexcept { return device_; }
+
+  /// c10::Allocator: called when somebody resizes the storage. Throws ShardingError.
+  c10::DataPtr allocate(std::size_t bytes) override;
+  void copy_data(void* to, const void* from, std::size_t bytes) const override;
+
+ private:
+  int id_;
+  std::string name_;
+  std::int64_t elements_;
+  std::size_t item_size_;
+  at::ScalarType dtype_;
+  at::Device device_;
+  Owner* owner_;
+  c10::Storage storage_;
+  at::Tensor contents_;
+  // Sequentially consistent on purpose: `hold` then `ready` on one thread, and `set_ready(false)`
+  // then `want_empty` on another, must not both miss each other.
+  std::atomic<bool> ready_ = false;
+  std::atomic<bool> wanted_empty_ = false;
+  std::atomic<std::int64_t> holds_ = 0;
+};
+
+}  // namespace accelerate::intercept

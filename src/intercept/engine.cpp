@@ -1,0 +1,290 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/intercept/engine.hpp>
+#include <intercept/quiet.hpp>
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+namespace accelerate::intercept {
+
+Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Residency& residency,
+               const std::function<void(const Unit&, at::Tensor)>& adopt)
+    : residency_(residency), options_(options) {
+  for (UnitPlan& plan : plans) {
+    if (plan.parameters.empty())
+      throw ShardingError(text::concat("The unit '", plan.name, "' has no parameters."));
+    const at::Tensor& first = plan.parameters.front().tensor;
+    const bool cast = options.compute_dtype && first.is_floating_point();
+    units_.push_back(std::make_unique<Unit>(
+        static_cast<int>(units_.size()), plan.name, std::move(plan.parameters), options.parts,
+        cast ? *options.compute_dtype : first.scalar_type(),
+        options.compute_device.value_or(first.device()), *this));
+    Entry entry;
+    entry.unit = units_.back().get();
+    entry.stay = plan.stay;
+    entries_.push_back(std::move(entry));
+    const std::int64_t bytes = units_.back()->storage().bytes();
+    if (options.resident_limit > 0 && bytes > options.resident_limit) {
+      throw ShardingError(
+          text::concat("The unit '", plan.name, "' needs ", text::format_bytes(bytes),
+                       " while it is used, and the "
+                       "limit on parameters in memory is ",
+                       text::format_bytes(options.resident_limit),
+                       ". Raise the limit, or split the module into smaller units."));
+    }
+  }
+  // Everything that can be refused has been; from here on the user's parameters change.
+  for (const auto& unit : units_) {
+    adopt(*unit, unit->flatten());
+    unit->tag();
+  }
+}
+
+Engine::~Engine() = default;
+
+bool Engine::stays(const Entry& entry) const noexcept {
+  return entry.stay == Stay::always || (entry.stay == Stay::through_pass && pass_open_);
+}
+
+void Engine::start(Entry& entry, bool ahead) {
+  const bool has_memory = entry.buffer.defined();
+  entry.buffer = residency_.start_bring(*entry.unit, std::move(entry.buffer));
+  entry.state = State::arriving;
+  if (!has_memory) resident_bytes_ += entry.unit->storage().bytes();
+  statistics_.peak_resident_bytes = std::max(statistics_.peak_resident_bytes, resident_bytes_);
+  ++statistics_.brought;
+  if (ahead) ++statistics_.prefetched;
+}
+
+void Engine::finish(Entry& entry) {
+  at::Tensor buffer = std::move(entry.buffer);
+  entry.buffer.reset();
+  entry.state = State::absent;
+  try {
+    residency_.finish_bring(*entry.unit, buffer);
+  } catch (...) {
+    resident_bytes_ -= entry.unit->storage().bytes();
+    throw;
+  }
+  entry.unit->storage().fill(std::move(buffer));
+  entry.state = State::resident;
+}
+
+void Engine::let_go(Entry& entry) {
+  if (entry.state == State::arriving) finish(entry);  // its collective is under way on every rank
+  if (entry.state != State::resident) return;
+  entry.unit->storage().set_ready(false);
+  if (!entry.unit->storage().want_empty()) empty(entry);
+}
+
+void Engine::empty(Entry& entry) {
+  at::Tensor contents = entry.unit->storage().empty();
+  entry.state = State::absent;
+  if (entry.stay == Stay::always) {
+    entry.buffer = std::move(contents);
+  } else {
+    resident_bytes_ -= entry.unit->storage().bytes();
+  }
+}
+
+std::vector<int> Engine::next_units() const {
+  std::vector<int> next;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  const int most = in_backward ? options_.prefetch_in_backward : options_.prefetch;
+  if (!pass_open_ || most <= 0) return next;
+  std::int64_t bytes = 0;
+  for (const Entry& entry : entries_) {
+    const bool counted =
+        entry.unit->index() == current_ || (entry.state != State::absent && stays(entry));
+    if (counted) bytes += entry.unit->storage().bytes();
+  }
+  trace().look_ahead([&](int index) {
+    const Entry& entry = entries_[static_cast<std::size_t>(index)];
+    if (index == current_ || std::find(next.begin(), next.end(), index) != next.end()) return true;
+    if (stays(entry) && entry.state != State::absent) return true;
+    bytes += entry.unit->storage().bytes();
+    if (options_.resident_limit > 0 && bytes > options_.resident_limit) return false;
+    next.push_back(index);
+    return static_cast<int>(next.size()) < most;
+  });
+  return next;
+}
+
+void Engine::drop_all_but(const std::vector<int>& wanted) {
+  for (Entry& entry : entries_) {
+    const int index = entry.unit->index();
+    if (index == current_ || stays(entry) ||
+        std::find(wanted.begin(), wanted.end(), index) != wanted.end())
+      continue;
+    let_go(entry);
+  }
+}
+
+void Engine::demand(TaggedStorage& storage) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  Entry& entry = entries_[static_cast<std::size_t>(storage.id())];
+  storage.cancel_empty();
+  if (storage.ready()) return;  // another thread was faster
+  ++statistics_.demands;
+  const bool staying = stays(entry);
+  if (pass_open_ && !entry.in_trace) {
+    trace().visit(storage.id());
+    entry.in_trace = staying;
+  }
+  const int left = current_;
+  if (!staying) {
+    if (left >= 0) entries_[static_cast<std::size_t>(left)].unit->storage().set_ready(false);
+    current_ = storage.id();
+  }
+  const std::vector<int> next = next_units();
+  if (left != current_ && std::find(next.begin(), next.end(), left) != next.end())
+    ++statistics_.kept;
+  // Memory is given back before more is taken, and what is demanded is on its way before what is
+  // not.
+  drop_all_but(next);
+  if (entry.state == State::absent) start(entry, /*ahead=*/false);
+  for (const int index : next) {
+    Entry& ahead = entries_[static_cast<std::size_t>(index)];
+    if (ahead.state == State::absent) start(ahead, /*ahead=*/true);
+  }
+  if (entry.state == State::arriving) finish(entry);
+  storage.set_ready(true);
+}
+
+void Engine::unheld(TaggedStorage& storage) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!storage.empty_is_wanted()) return;
+  Entry& entry = entries_[static_cast<std::size_t>(storage.id())];
+  if (!storage.want_empty() && entry.state == State::resident) empty(entry);
+}
+
+void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) {
+  if (view.numel() == 0) return;
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  const Unit& unit = *units_[static_cast<std::size_t>(storage.id())];
+  const std::int64_t begin = view.storage_offset();
+  std::int64_t last = begin;
+  for (std::int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
+  for (const UnitParameter& parameter : unit.parameters()) {
+    if (parameter.offset <= last && begin < parameter.offset + parameter.elements) {
+      residency_.write_back(unit, parameter, storage.contents());
+    }
+  }
+}
+
+void Engine::begin_pass(Pass kind) {
+  const std::lock_guard lock(mutex_);
+  if (pass_open_) return;
+  const Quiet quiet;
+  kind_ = kind;
+  pass_open_ = true;
+  current_ = -1;
+  for (Entry& entry : entries_) {
+    entry.in_trace = false;
+    entry.unit->storage().set_ready(false);
+  }
+  trace().begin();
+  const std::vector<int> next = next_units();
+  drop_all_but(next);
+  for (const int index : next) {
+    Entry& ahead = entries_[static_cast<std::size_t>(index)];
+    if (ahead.state == State::absent) start(ahead, /*ahead=*/true);
+  }
+}
+
+void Engine::end_pass() {
+  const std::lock_guard lock(mutex_);
+  if (!pass_open_) return;
+  const Quiet quiet;
+  trace().end();
+  pass_open_ = false;
+  current_ = -1;
+  drop_all_but({});
+}
+
+bool Engine::in_pass(Pass kind) const {
+  const std::lock_guard lock(mutex_);
+  return pass_open_ && kind_ == kind;
+}
+
+void Engine::refresh() {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  current_ = -1;
+  for (Entry& entry : entries_) {
+    let_go(entry);
+    // As an optimizer that steps in place does: a graph that saved a parameter before the change
+    // raises autograd's own error instead of computing with other values than its forward had.
+    for (const UnitParameter& parameter : entry.unit->parameters())
+      parameter.parameter.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void Engine::restore() {
+  if (restored_) return;
+  end_pass();
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for (const auto& unit : units_) unit->untag(residency_.bring_full(*unit));
+  restored_ = true;
+}
+
+void Engine::check_tagged() const {
+  if (full_scopes_ > 0) return;
+  for (const auto& unit : units_) unit->check_tagged();
+}
+
+Engine::FullParameters::FullParameters(Engine& engine, bool write_back)
+    : engine_(engine), write_back_(write_back) {
+  if (engine_.full_scopes_ > 0)
+    throw StateError("A scope of full parameters is open already; they do not nest.");
+  const std::lock_guard lock(engine_.mutex_);
+  const Quiet quiet;
+  for (const auto& unit : engine_.units_) flats_.push_back(engine_.residency_.bring_full(*unit));
+  for (std::size_t i = 0; i < flats_.size(); ++i) engine_.units_[i]->untag(flats_[i]);
+  ++engine_.full_scopes_;
+}
+
+Engine::FullParameters::~FullParameters() {
+  if (write_back_) engine_.refresh();
+  const std::lock_guard lock(engine_.mutex_);
+  const Quiet quiet;
+  --engine_.full_scopes_;
+  for (std::size_t i = 0; i < flats_.size(); ++i) {
+    if (write_back_) engine_.residency_.write_back_full(*engine_.units_[i], flats_[i]);
+    engine_.units_[i]->tag();
+  }
+}
+
+std::vector<int> Engine::first_demands() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int> order;
+  const auto add = [&](int index) {
+    if (std::find(order.begin(), order.end(), index) == order.end()) order.push_back(index);
+  };
+  for (const int index : trace().visited()) add(index);
+  for (const auto& unit : units_) add(unit->index());
+  return order;
+}
+
+std::uint64_t Engine::fingerprint() const {
+  const std::lock_guard lock(mutex_);
+  return trace().fingerprint();
+}
+
+EngineStatistics Engine::statistics() const {
+  const std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+void Engine::reset_statistics() {
+  const std::lock_guard lock(mutex_);
+  statistics_ = {};
+  statistics_.peak_resident_bytes = resident_bytes_;
+}
+
+}  // namespace accelerate::intercept

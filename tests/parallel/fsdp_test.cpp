@@ -1,0 +1,516 @@
+// Sharded training on several ranks against the same module unsharded: there every rank computes
+// its own part of the batch and gradients are averaged parameter by parameter.
+
+#include <support/distributed.hpp>
+#include <support/zoo.hpp>
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/intercept/key.hpp>
+#include <accelerate/parallel/fsdp.hpp>
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <torch/utils.h>
+
+#include <chrono>
+#include <cmath>
+#include <optional>
+#include <random>
+#include <thread>
+
+namespace accelerate::parallel {
+namespace {
+
+using accelerate::testing::world;
+
+std::vector<at::Tensor> parameters_of(const ModuleRecord& record) {
+  std::vector<at::Tensor> all;
+  for (const NamedTensor& parameter : record.parameters()) all.push_back(parameter.tensor);
+  return all;
+}
+
+std::vector<at::Tensor> leaves_of(const Fsdp& fsdp) {
+  std::vector<at::Tensor> all;
+  for (const NamedTensor& parameter : fsdp.module().parameters())
+    all.push_back(fsdp.optimizer_leaf(parameter.tensor));
+  return all;
+}
+
+// The mean over the ranks; undefined where no rank has one.
+void average(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    if (!parameter.requires_grad() || parameter.numel() == 0) continue;
+    const at::Tensor used = at::full({1}, parameter.grad().defined() ? 1.0 : 0.0);
+    world().all_reduce(used).wait();
+    if (used.item<double>() == 0) continue;
+    at::Tensor gradient = parameter.grad().defined()
+                              ? parameter.grad().contiguous()
+                              : at::zeros(parameter.sizes(), parameter.options());
+    gradient = gradient.detach();
+    world().all_reduce(gradient, comm::ReduceOp::avg).wait();
+    at::Tensor(parameter).mutable_grad() = gradient;
+  }
+}
+
+at::Tensor global_norm(const std::vector<at::Tensor>& parameters, double p) {
+  std::vector<at::Tensor> norms;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.grad().defined() && parameter.numel() > 0)
+      norms.push_back(at::linalg_vector_norm(parameter.grad(), p));
+  }
+  return at::linalg_vector_norm(at::stack(norms), p);
+}
+
+// With Adam's own eps, a gradient that is nothing but rounding (of a bias before a batch norm)
+// would move its parameter by something that can be seen.
+torch::optim::AdamWOptions adam_options() { return torch::optim::AdamWOptions(1e-2).eps(1e-4); }
+
+// Micro-batches of a step: as many as asked for, or one and two in turns.
+constexpr int kInTurns = 0;
+int micro_batches_of(int step, int asked) { return asked == kInTurns ? 1 + step % 2 : asked; }
+
+void seed_for(int step, int micro) {
+  torch::manual_seed(1000 * step + 10 * micro + world().rank());
+}
+
+struct History {
+  std::vector<double> losses;
+  std::vector<double> norms;
+};
+
+History train_plain(zoo::Specimen& specimen, int steps, int micro_batches) {
+  History run;
+  const auto parameters = parameters_of(specimen.record);
+  torch::optim::AdamW adam(parameters, adam_options());
+  for (int step = 0; step < steps; ++step) {
+    const int count = micro_batches_of(step, micro_batches);
+    for (int micro = 0; micro < count; ++micro) {
+      seed_for(step, micro);
+      const at::Tensor loss = zoo::loss_of(specimen.forward(specimen.input(3)));
+      loss.backward();
+      run.losses.push_back(loss.item<double>());
+    }
+    average(parameters);
+    run.norms.push_back(global_norm(parameters, 2).item<double>());
+    adam.step();
+    adam.zero_grad();
+  }
+  return run;
+}
+
+// The prepared loop, as the accelerator drives it.
+History train_sharded(zoo::Specimen& specimen, Fsdp& fsdp, int steps, int micro_batches,
+                      intercept::RegionPolicy* around_operators = nullptr) {
+  History run;
+  torch::optim::AdamW adam(leaves_of(fsdp), adam_options());
+  for (int step = 0; step < steps; ++step) {
+    const int count = micro_batches_of(step, micro_batches);
+    for (int micro = 0; micro < count; ++micro) {
+      seed_for(step, micro);
+      const at::Tensor input = specimen.input(3);
+      const ForwardContext context{.grad_enabled = true, .sync = micro + 1 == count};
+      fsdp.before_forward(context);
+      at::Tensor output;
+      {
+        std::optional<intercept::Region> region;
+        if (around_operators != nullptr) region.emplace(*around_operators);
+        output = specimen.forward(input);
+      }
+      fsdp.after_forward(context, {});
+      const at::Tensor loss = zoo::loss_of(output);
+      loss.backward();
+      fsdp.after_backward();
+      run.losses.push_back(loss.item<double>());
+    }
+    fsdp.check_gradients();
+    run.norms.push_back(fsdp.grad_norm(2).item<double>());
+    adam.step();
+    fsdp.after_step();
+    adam.zero_grad();
+  }
+  return run;
+}
+
+void expect_equal(const History& run, const History& expected, double tolerance) {
+  ASSERT_EQ(run.losses.size(), expected.losses.size());
+  for (std::size_t i = 0; i < run.losses.size(); ++i)
+    EXPECT_NEAR(run.losses[i], expected.losses[i], tolerance) << "loss " << i;
+  for (std::size_t i = 0; i < run.norms.size(); ++i)
+    EXPECT_NEAR(run.norms[i], expected.norms[i], tolerance) << "norm " << i;
+}
+
+void expect_equal(const ModuleRecord& trained, const ModuleRecord& expected, double tolerance) {
+  for (std::size_t i = 0; i < expected.parameters().size(); ++i) {
+    const at::Tensor& one = trained.parameters()[i].tensor;
+    const at::Tensor& other = expected.parameters()[i].tensor;
+    ASSERT_EQ(one.sizes(), other.sizes());
+    EXPECT_FALSE(intercept::is_tagged(one));
+    EXPECT_TRUE(at::allclose(one, other, 0, tolerance)) << expected.parameters()[i].name;
+  }
+  for (std::size_t i = 0; i < expected.buffers().size(); ++i) {
+    EXPECT_TRUE(
+        at::allclose(trained.buffers()[i].tensor, expected.buffers()[i].tensor, 0, tolerance));
+  }
+}
+
+FsdpOptions small_units() { return FsdpOptions().min_num_params(40); }
+
+class FsdpZoo : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(FsdpZoo, TrainsAsUnsharded) {
+  zoo::Specimen plain = zoo::make(GetParam(), 3);
+  const History expected = train_plain(plain, 5, kInTurns);
+  zoo::Specimen specimen = zoo::make(GetParam(), 3);
+  Fsdp fsdp(specimen.record, small_units(), world());
+  expect_equal(train_sharded(specimen, fsdp, 5, kInTurns), expected, 1e-9);
+  fsdp.restore();
+  expect_equal(specimen.record, plain.record, 1e-9);
+}
+
+INSTANTIATE_TEST_SUITE_P(Modules, FsdpZoo, ::testing::ValuesIn(zoo::names()),
+                         [](const auto& info) { return info.param; });
+
+TEST(Fsdp, EveryStrategyTrainsAlike) {
+  for (const char* name : {"tied", "odd"}) {
+    zoo::Specimen plain = zoo::make(name, 3);
+    const History expected = train_plain(plain, 3, kInTurns);
+    for (const ShardingStrategy strategy :
+         {ShardingStrategy::shard_grad_op, ShardingStrategy::hybrid_shard,
+          ShardingStrategy::hybrid_shard_zero2, ShardingStrategy::shard_optimizer,
+          ShardingStrategy::no_shard}) {
+      for (const bool every : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << name << " strategy " << static_cast<int>(strategy)
+                                          << " reduce every backward " << every);
+        zoo::Specimen specimen = zoo::make(name, 3);
+        Fsdp fsdp(
+            specimen.record,
+            small_units().sharding_strategy(strategy).reduce_every_backward(every).shard_group_size(
+                world().size() % 2 == 0 ? 2 : 1),
+            world());
+        expect_equal(train_sharded(specimen, fsdp, 3, kInTurns), expected, 1e-9);
+        fsdp.restore();
+        expect_equal(specimen.record, plain.record, 1e-9);
+      }
+    }
+  }
+}
+
+// Each rank pauses before some of its operators, forward and backward, at moments of its own.
+struct Dawdle final : intercept::RegionPolicy {
+  std::mt19937 random{static_cast<unsigned>(17 + world().rank())};
+  void pause() {
+    if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+  }
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet below,
+            std::vector<c10::IValue>& stack) override {
+    pause();
+    op.redispatchBoxed(below, &stack);
+    if (!stack.empty() && stack.back().isTensor() && stack.back().toTensor().requires_grad()) {
+      stack.back().toTensor().register_hook([this](const at::Tensor&) { pause(); });
+    }
+  }
+};
+
+TEST(Fsdp, DelaysChangeNoBit) {
+  for (const char* name : {"tied", "odd"}) {
+    std::vector<History> runs;
+    for (const bool delayed : {false, true}) {
+      zoo::Specimen specimen = zoo::make(name, 3);
+      Fsdp fsdp(specimen.record, small_units(), world());
+      Dawdle dawdle;
+      runs.push_back(train_sharded(specimen, fsdp, 3, kInTurns, delayed ? &dawdle : nullptr));
+      fsdp.restore();
+    }
+    expect_equal(runs[1], runs[0], 0);
+  }
+}
+
+TEST(Fsdp, FrozenTorchScriptModulesHaveNothingToShard) {
+  torch::jit::Module module("empty");
+  try {
+    Fsdp fsdp(ModuleRecord(module), FsdpOptions(), world());
+    FAIL();
+  } catch (const ShardingError& error) {
+    EXPECT_NE(std::string(error.what()).find("torch.jit.freeze"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(Fsdp, CommunicatesExactlyWhatItMust) {
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions(), world());
+  const std::int64_t units = fsdp.num_units();
+  EXPECT_EQ(units, 5) << fsdp.describe_units();  // the root and four blocks
+  train_sharded(specimen, fsdp, 1, 1);
+  fsdp.reset_statistics();
+  train_sharded(specimen, fsdp, 1, 1);
+  const FsdpStatistics statistics = fsdp.statistics();
+  EXPECT_EQ(statistics.reductions, units);
+  // The root stays, and so do the last block of the forward, which is the first of the backward,
+  // and the one that is fetched for it meanwhile.
+  EXPECT_EQ(statistics.gathers, 2 * units - 3);
+  EXPECT_EQ(statistics.prefetched, statistics.gathers);
+  EXPECT_EQ(statistics.reduced_parameter_bytes,
+            8 * (23 * 16 + 9 * 16 + 4 * (32 + 16 * 40 + 40 + 40 * 16 + 16)));
+  fsdp.restore();
+}
+
+TEST(Fsdp, WithoutPrefetchEveryUnitButTheKeptOnesIsGatheredTwice) {
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions().prefetch_units(0), world());
+  train_sharded(specimen, fsdp, 1, 1);
+  fsdp.reset_statistics();
+  train_sharded(specimen, fsdp, 1, 1);
+  EXPECT_EQ(fsdp.statistics().gathers, 2 * fsdp.num_units() - 2);  // the root, and the last block
+  EXPECT_EQ(fsdp.statistics().prefetched, 0);
+  fsdp.restore();
+}
+
+TEST(Fsdp, ParametersThatStayAreGatheredOnceAStep) {
+  for (const auto strategy : {ShardingStrategy::shard_grad_op, ShardingStrategy::shard_optimizer}) {
+    zoo::Specimen specimen = zoo::make("tied", 3);
+    Fsdp fsdp(specimen.record, FsdpOptions().sharding_strategy(strategy), world());
+    train_sharded(specimen, fsdp, 2, 1);
+    fsdp.reset_statistics();
+    train_sharded(specimen, fsdp, 1, 1);
+    EXPECT_EQ(fsdp.statistics().gathers, fsdp.num_units());
+    EXPECT_EQ(fsdp.statistics().reductions, fsdp.num_units());
+    fsdp.restore();
+  }
+}
+
+TEST(Fsdp, GradientNormsOfEveryKindAndClipping) {
+  zoo::Specimen plain = zoo::make("transformer", 3);
+  zoo::Specimen specimen = zoo::make("transformer", 3);
+  Fsdp fsdp(specimen.record, small_units(), world());
+  seed_for(0, 0);
+  zoo::loss_of(plain.forward(plain.input(3))).backward();
+  average(parameters_of(plain.record));
+  seed_for(0, 0);
+  fsdp.before_forward({});
+  zoo::loss_of(specimen.forward(specimen.input(3))).backward();
+  for (const double p : {1.0, 2.0, 3.0, static_cast<double>(INFINITY)}) {
+    EXPECT_NEAR(fsdp.grad_norm(p).item<double>(),
+                global_norm(parameters_of(plain.record), p).item<double>(), 1e-9)
+        << p;
+  }
+  const double before = fsdp.grad_norm(2).item<double>();
+  fsdp.scale_gradients_(at::scalar_tensor(0.5, at::kDouble));
+  EXPECT_NEAR(fsdp.grad_norm(2).item<double>(), before / 2, 1e-12);
+  fsdp.clip_grad_value_(1e-4);
+  EXPECT_LE(fsdp.grad_norm(INFINITY).item<double>(), 1e-4);
+  fsdp.restore();
+}
+
+struct TwoHeads : torch::nn::Module {
+  torch::nn::Linear a{4, 3}, b{4, 3}, never{4, 3};
+  TwoHeads() {
+    register_module("a", a);
+    register_module("b", b);
+    register_module("never", never);
+  }
+  at::Tensor forward(const at::Tensor& x, bool first) { return first ? a(x) : b(x); }
+};
+
+TEST(Fsdp, ParametersThatOnlySomeRanksUse) {
+  torch::manual_seed(1);
+  auto plain = std::make_shared<TwoHeads>();
+  torch::manual_seed(1);
+  auto net = std::make_shared<TwoHeads>();
+  Fsdp fsdp{ModuleRecord(net), FsdpOptions(), world()};
+  seed_for(0, 0);
+  const at::Tensor x = at::randn({2, 4});
+  plain->forward(x, world().rank() == 0).sum().backward();
+  average(plain->parameters());
+  fsdp.before_forward({});
+  net->forward(x, world().rank() == 0).sum().backward();
+  for (const auto& shard : fsdp.shards()) {
+    const at::Tensor expected = plain->named_parameters()[shard.name].grad();
+    ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
+    if (!expected.defined()) continue;
+    EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
+                             expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
+                             1e-6));
+  }
+  EXPECT_EQ(fsdp.optimizer_leaf(net->never->weight).grad().defined(), false)
+      << "a zero gradient would let AdamW move it";
+  fsdp.restore();
+}
+
+TEST(Fsdp, ShardsCoverEveryParameterOnce) {
+  zoo::Specimen specimen = zoo::make("conv_batchnorm", 3);
+  std::vector<at::Tensor> before;
+  for (const at::Tensor& parameter : parameters_of(specimen.record))
+    before.push_back(parameter.detach().clone());
+  Fsdp fsdp(specimen.record, small_units(), world());
+  ASSERT_EQ(fsdp.shards().size(), before.size());
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    const ParameterShard& shard = fsdp.shards()[i];
+    EXPECT_EQ(shard.global_shape, before[i].sizes().vec());
+    const at::Tensor flat = before[i].as_strided({before[i].numel()}, {1});
+    EXPECT_TRUE(at::equal(shard.leaf.flatten(), flat.narrow(0, shard.offset, shard.elements)));
+    const at::Tensor sum = at::full({1}, shard.elements, at::kLong);
+    world().all_reduce(sum).wait();
+    EXPECT_EQ(sum.item<std::int64_t>(), before[i].numel()) << shard.name;
+  }
+  fsdp.restore();
+}
+
+TEST(Fsdp, RankZerosParametersAreEverybodys) {
+  zoo::Specimen specimen = zoo::make("gru", 3 + static_cast<std::uint64_t>(world().rank()));
+  zoo::Specimen first = zoo::make("gru", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions(), world());
+  fsdp.restore();
+  expect_equal(specimen.record, first.record, 0);
+}
+
+TEST(Fsdp, FullParametersCanBeReadAndChanged) {
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  zoo::Specimen plain = zoo::make("tied", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions().mixed_precision({.param_dtype = at::kFloat}), world());
+  {
+    const auto full = fsdp.summon_full_params();
+    expect_equal(specimen.record, plain.record, 0);
+  }
+  {
+    const auto full = fsdp.summon_full_params(/*write_back=*/true);
+    at::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : parameters_of(specimen.record)) parameter.mul_(3);
+    for (const at::Tensor& parameter : parameters_of(plain.record)) parameter.mul_(3);
+  }
+  fsdp.restore();
+  expect_equal(specimen.record, plain.record, 0);
+}
+
+TEST(Fsdp, WritesThroughOperatorsReachTheShards) {
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  zoo::Specimen plain = zoo::make("tied", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions(), world());
+  for (const zoo::Specimen* each : {&specimen, &plain}) {
+    at::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : parameters_of(each->record)) parameter.select(0, 1).add_(2);
+  }
+  fsdp.restore();
+  expect_equal(specimen.record, plain.record, 0);
+}
+
+TEST(Fsdp, EvaluationBetweenTrainingSteps) {
+  zoo::Specimen plain = zoo::make("conv_batchnorm", 3);
+  zoo::Specimen specimen = zoo::make("conv_batchnorm", 3);
+  Fsdp fsdp(specimen.record, small_units(), world());
+  for (int round = 0; round < 2; ++round) {
+    expect_equal(train_sharded(specimen, fsdp, 2, 1), train_plain(plain, 2, 1), 1e-9);
+    plain.record.train(false);
+    specimen.record.train(false);
+    torch::manual_seed(9);
+    const at::Tensor input = plain.input(2);
+    at::NoGradGuard no_grad;
+    const ForwardContext context{.grad_enabled = false};
+    fsdp.before_forward(context);
+    const at::Tensor output = specimen.forward(input);
+    fsdp.after_forward(context, {});
+    EXPECT_TRUE(at::allclose(output, plain.forward(input), 0, 1e-9));
+    plain.record.train(true);
+    specimen.record.train(true);
+  }
+  fsdp.restore();
+}
+
+TEST(Fsdp, MixedPrecisionGathersAndReducesInItsDtypes) {
+  for (const bool reduce_fp32 : {false, true}) {
+    zoo::Specimen plain = zoo::make("attention", 3, at::kFloat);
+    const History expected = train_plain(plain, 5, 1);
+    zoo::Specimen specimen = zoo::make("attention", 3, at::kFloat);
+    MixedPrecisionPolicy policy{.param_dtype = at::kBFloat16};
+    if (reduce_fp32) policy.reduce_dtype = at::kFloat;
+    Fsdp fsdp(specimen.record, FsdpOptions().mixed_precision(policy), world());
+    EXPECT_EQ(specimen.record.parameters()[0].tensor.scalar_type(), at::kBFloat16);
+    const auto make_input = specimen.input;
+    specimen.input = [make_input](std::int64_t samples) {
+      return make_input(samples).to(at::kBFloat16);
+    };
+    const History run = train_sharded(specimen, fsdp, 5, 1);
+    for (std::size_t i = 0; i < run.losses.size(); ++i)
+      EXPECT_NEAR(run.losses[i], expected.losses[i], 0.02 * expected.losses[i]);
+    for (const at::Tensor& leaf : leaves_of(fsdp)) EXPECT_EQ(leaf.scalar_type(), at::kFloat);
+    const FsdpStatistics statistics = fsdp.statistics();
+    const double ratio = static_cast<double>(statistics.reduced_parameter_bytes) /
+                         static_cast<double>(statistics.gathered_parameter_bytes);
+    EXPECT_NEAR(ratio, reduce_fp32 ? 2 : 1,
+                1e-6);  // one unit: gathered once and reduced once a step
+    fsdp.restore();
+    EXPECT_EQ(specimen.record.parameters()[0].tensor.scalar_type(), at::kFloat);
+  }
+}
+
+TEST(Fsdp, IgnoredModulesAreLeftAlone) {
+  zoo::Specimen specimen = zoo::make("lstm", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions().ignored_modules({"head"}), world());
+  for (const NamedTensor& parameter : specimen.record.parameters()) {
+    EXPECT_EQ(intercept::is_tagged(parameter.tensor), !parameter.name.starts_with("head"))
+        << parameter.name;
+    if (!parameter.name.starts_with("head")) continue;
+    EXPECT_TRUE(fsdp.optimizer_leaf(parameter.tensor).is_same(parameter.tensor));
+  }
+  fsdp.restore();
+}
+
+TEST(Fsdp, MisuseIsNamedOnEveryRank) {
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  EXPECT_THROW(Fsdp(specimen.record, FsdpOptions().unit_types({"NoSuchImpl"}), world()),
+               ConfigError);
+  EXPECT_THROW(Fsdp(specimen.record, FsdpOptions().resident_limit(64), world()), ShardingError);
+  EXPECT_THROW(
+      Fsdp(ModuleRecord(std::make_shared<torch::nn::ModuleListImpl>()), FsdpOptions(), world()),
+      ShardingError);
+  if (world().size() > 1) {
+    const ModuleRecord different(std::make_shared<torch::nn::LinearImpl>(4, 3 + world().rank()));
+    try {
+      Fsdp fsdp(different, FsdpOptions(), world());
+      FAIL() << "ranks with different modules were accepted";
+    } catch (const ShardingError& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1 has weight Float [4, 4]"), std::string::npos)
+          << error.what();
+    }
+  }
+  const auto parameters = parameters_of(specimen.record);
+  for (const at::Tensor& parameter : parameters)
+    ASSERT_FALSE(intercept::is_tagged(parameter)) << "refused, and changed all the same";
+  Fsdp fsdp(specimen.record, FsdpOptions(), world());
+  EXPECT_THROW(Fsdp(specimen.record, FsdpOptions(), world()), ShardingError);
+  // Stepping in the middle of an accumulation.
+  fsdp.before_forward({.grad_enabled = true, .sync = false});
+  zoo::loss_of(specimen.forward(specimen.input(2))).backward();
+  EXPECT_THROW(fsdp.check_gradients(), StateError);
+  fsdp.after_step();
+  fsdp.check_gradients();
+  fsdp.restore();
+  EXPECT_THROW(fsdp.before_forward({}), StateError);
+}
+
+TEST(Fsdp, MovingTheModuleAfterwardsIsNamed) {
+  auto net = std::make_shared<TwoHeads>();
+  Fsdp fsdp{ModuleRecord(net), FsdpOptions(), world()};
+  net->to(at::kDouble);
+  EXPECT_THROW(fsdp.before_forward({}), StateError);
+}
+
+TEST(Fsdp, AfterDestructionParametersAreWholeOrSaySo) {
+  auto net = std::make_shared<TwoHeads>();
+  const at::Tensor expected = net->a->weight.detach().clone();
+  { const Fsdp fsdp{ModuleRecord(net), FsdpOptions().sync_module_states(false), world()}; }
+  if (world().size() == 1) {
+    EXPECT_TRUE(at::equal(net->a->weight, expected));
+  } else {
+    EXPECT_THROW(net->a->weight.sum(), StateError);
+  }
+}
+
+}  // namespace
+}  // namespace accelerate::parallel

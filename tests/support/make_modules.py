@@ -1,0 +1,50 @@
+"""Exports the TorchScript modules of the zoo into the folder named on the command line."""
+
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+
+class Branching(nn.Module):
+    """Control flow that only scripting keeps, a weight read in a loop, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(12)
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            y = layer(x)
+            if i == 1:
+                y = torch.relu(y)
+            x = x + y * self.scale
+        return self.norm(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.encoder(x))[0])
+
+
+def main(folder):
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    torch.jit.script(Branching().double()).save(str(folder / "script_branching.pt"))
+    recurrent = Recurrent().double()
+    torch.jit.trace(recurrent, torch.randn(2, 7, 16, dtype=torch.double), check_trace=False).save(
+        str(folder / "script_traced.pt"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
