@@ -5,9 +5,10 @@
     trainers_test.py python   one and two processes, against Python Accelerate
 
 Each run takes 50 steps, past the end of an epoch. A deviation is |a - b| / min(1, |b|), the larger of the absolute and the
-relative one; the largest over all steps is bounded: 1e-9 in float64, 1e-4 in float32, 2e-2 in bf16. Losses, norms of the
-gradients before clipping, the held-out loss and the norm of the final parameters are compared, and the samples of every step
-must be the same ones. A covering choice of cases runs unless ACCELERATE_TEST_FULL=1 asks for all of them.
+relative one; the largest over all steps is bounded: 1e-9 in float64, 1e-4 in float32, 2e-2 in bf16, and 1e-4 in bf16 against
+one process that cuts its batches alike. Losses, norms of the gradients before clipping, the held-out loss and the norm of the
+final parameters are compared, and the samples of every step must be the same ones. A covering choice of cases runs unless
+ACCELERATE_TEST_FULL=1 asks for all of them.
 """
 
 import dataclasses
@@ -63,8 +64,19 @@ class Case:
 
     @property
     def reference(self):
-        """The same training by one process in one batch a step."""
-        return dataclasses.replace(self, world=1, accumulation=1, extra=())
+        """The same training by one process in one batch a step; in the same micro-batches where `exact_micro_batches`."""
+        accumulation = self.world * self.accumulation if self.exact_micro_batches else 1
+        return dataclasses.replace(self, world=1, accumulation=accumulation, extra=())
+
+    @property
+    def exact_micro_batches(self):
+        # How a batch is cut changes what bf16 rounds, and steep recipes blow that up on one process as on many. Cut alike, two
+        # processes do the same as two micro-batches: the one sum of two gradients is in float32, and does not depend on order.
+        return self.precision == "bf16" and self.recipe != "adamw"
+
+    @property
+    def bound(self):
+        return BOUNDS["float32" if self.exact_micro_batches else self.precision]
 
     def flags(self, data):
         precision = ["--mixed-precision", "bf16"] if self.precision == "bf16" else ["--dtype", self.precision]
@@ -98,7 +110,7 @@ class Table:
               f" {'weights':>9}  {'bound':>6} {'s':>5}")
 
     def compare(self, case, how, summary, reference, seconds):
-        bound = BOUNDS[case.precision]
+        bound = case.bound
         found = {
             "losses": deviation(summary["losses"], reference["losses"]),
             "gradient norms": deviation(summary["grad_norms"], reference["grad_norms"]),
@@ -178,6 +190,7 @@ def covering_cases(backend):
         yield Case(trainer, "float64", "sgd", 1, 1, ("--strategy", "ddp"))
         if backend == "gloo":
             yield Case(trainer, "bf16", "adamw", 2)
+            yield Case(trainer, "bf16", "sgd+clip", 2)
             yield Case(trainer, "float64", "sgd+clip", 1, 4)
             yield Case(trainer, "float32", "adamw", 1, 2)
             yield Case(trainer, "float64", "adamw", 2, 2, ("--workers", 2))
@@ -192,9 +205,10 @@ def all_cases(backend):
             yield Case(trainer, precision, recipe, 1, 1, ("--strategy", "ddp"))
         for world, workers in itertools.product((1, 2, 4), (1, 3)):
             yield Case(trainer, precision, "adamw", world, 1, ("--workers", workers))
-    for trainer, world in itertools.product(support.TRAINERS, (2, 4)):
-        yield Case(trainer, "bf16", "adamw", world)
-        yield Case(trainer, "bf16", "sgd+clip", world)
+    for trainer in support.TRAINERS:
+        yield Case(trainer, "bf16", "adamw", 2)
+        yield Case(trainer, "bf16", "adamw", 4)
+        yield Case(trainer, "bf16", "sgd+clip", 2)
 
 
 def against_single(trainers, table, backend):
