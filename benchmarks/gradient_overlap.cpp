@@ -2,6 +2,7 @@
 // step are timed in turn: without communication (no_sync), as data parallelism does it, and with all
 // of the gradients reduced after backward, one all-reduce a bucket. Prints one line of JSON.
 
+#include "measure.hpp"
 #include "support/decoder.hpp"
 
 #include <accelerate/accelerate.hpp>
@@ -9,22 +10,10 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <chrono>
 #include <iostream>
 
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-}  // namespace
-
 int main() {
+  using measure::median;
   torch::set_num_threads(1);
   accelerate::Accelerator accelerator;
   torch::manual_seed(0);
@@ -41,9 +30,7 @@ int main() {
   std::vector<double> silent_ms, overlapped_ms, after_ms;
   const auto time = [&](std::vector<double>& into, const std::function<void()>& step) {
     accelerator.wait_for_everyone();
-    const auto start = Clock::now();
-    step();
-    into.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+    into.push_back(measure::time(step).count() * 1e3);
     clear();
   };
   for (int round = 0; round < 22; ++round) {

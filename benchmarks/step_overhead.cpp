@@ -2,6 +2,7 @@
 // process. Both loops run in turn, block by block, so that a machine that changes its speed changes
 // both; the ratio is the median over the pairs. Prints one line of JSON for each model.
 
+#include "measure.hpp"
 #include "support/decoder.hpp"
 
 #include <accelerate/accelerate.hpp>
@@ -10,24 +11,15 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <chrono>
 #include <functional>
 #include <iostream>
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
+using measure::median;
 
 double microseconds(const std::function<void()>& block, int64_t steps) {
-  const auto start = Clock::now();
-  block();
-  return std::chrono::duration<double, std::micro>(Clock::now() - start).count() / static_cast<double>(steps);
+  return measure::time(block).count() * 1e6 / static_cast<double>(steps);
 }
 
 void compare(const std::string& name, int64_t steps, int64_t pairs, const std::function<void()>& plain,

@@ -159,7 +159,7 @@ bool BatchSizeSearch::agree(const std::exception_ptr& error) {
           log::Ranks::all);
     }
     try {
-      gathered = gather_(mine.encode());
+      gathered = gather_(mine.encode(), mine.kind == Kind::failed && is_distributed(error));
     } catch (...) {
       // The others are stuck where this rank left them, or gone.
       if (mine.kind == Kind::out_of_memory) give_up(text::concat("rank ", log::rank()), std::current_exception());

@@ -58,7 +58,8 @@ namespace detail {
 class BatchSizeSearch {
  public:
   /// Strings of all ranks, in rank order.
-  using Gather = std::function<std::vector<std::string>(const std::string&)>;
+  /// `collective_failed`: this rank comes from a collective that was not completed.
+  using Gather = std::function<std::vector<std::string>(const std::string&, bool collective_failed)>;
   /// `gather` is empty in one process.
   BatchSizeSearch(const BatchSizeOptions& options, int rank, Gather gather);
 
@@ -125,7 +126,8 @@ auto find_executable_batch_size(Function&& function, const BatchSizeOptions& opt
 /// When memory runs out on some ranks while others already wait for them in a collective, that
 /// collective cannot be completed and its connections cannot be used again. Then no smaller batch
 /// size is tried: after the group's timeout every rank throws OutOfMemoryError, which says so and
-/// names a batch size to start the program anew with.
+/// names a batch size to start the program anew with. A rank that cannot reach the others any more by
+/// then throws what its collective failed with.
 template <class Function, class Group>
 requires std::invocable<Function&, std::int64_t>
 auto find_executable_batch_size(Function&& function, const BatchSizeOptions& options,
@@ -133,14 +135,18 @@ auto find_executable_batch_size(Function&& function, const BatchSizeOptions& opt
   detail::BatchSizeSearch::Gather gather;
   if (group.size() > 1) {
     // Ranks that ran out of memory come first and wait until the others' collective times out,
-    // which is when their own wait does: the second group is for meeting after that.
+    // which is when their own wait does: the second group is for meeting after that, and ranks
+    // whose collective failed go there at once.
     gather = [first = group.split(0, group.rank(), "batch_size"),
-              second = group.split(0, group.rank(), "batch_size")](const std::string& mine) {
-      try {
-        return first.all_gather_bytes(mine);
-      } catch (const std::exception&) {
-        return second.all_gather_bytes(mine);
+              second = group.split(0, group.rank(), "batch_size")](const std::string& mine,
+                                                                   bool collective_failed) {
+      if (!collective_failed) {
+        try {
+          return first.all_gather_bytes(mine);
+        } catch (const std::exception&) {
+        }
       }
+      return second.all_gather_bytes(mine);
     };
   }
   return detail::find_batch_size(function,
