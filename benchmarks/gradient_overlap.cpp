@@ -1,14 +1,14 @@
-// How much of the gradient all-reduce hides behind backward: run on several processes. Three kinds of
-// step are timed in turn: without communication (no_sync), as data parallelism does it, and with all
-// of the gradients reduced after backward, one all-reduce a bucket. Prints one line of JSON.
+// How much of the gradient all-reduce hides behind backward: run on several processes. Three kinds
+// of step are timed in turn: without communication (no_sync), as data parallelism does it, and with
+// all of the gradients reduced after backward, one all-reduce a bucket. Prints one line of JSON.
 
 #include "measure.hpp"
 #include "support/decoder.hpp"
 
 #include <accelerate/accelerate.hpp>
 
-#include <nlohmann/json.hpp>
 #include <torch/torch.h>
+#include <nlohmann/json.hpp>
 
 #include <iostream>
 

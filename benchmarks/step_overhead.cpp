@@ -8,8 +8,8 @@
 #include <accelerate/accelerate.hpp>
 #include <accelerate/optim/fused.hpp>
 
-#include <nlohmann/json.hpp>
 #include <torch/torch.h>
+#include <nlohmann/json.hpp>
 
 #include <functional>
 #include <iostream>
@@ -22,8 +22,8 @@ double microseconds(const std::function<void()>& block, int64_t steps) {
   return measure::time(block).count() * 1e6 / static_cast<double>(steps);
 }
 
-void compare(const std::string& name, int64_t steps, int64_t pairs, const std::function<void()>& plain,
-             const std::function<void()>& accelerated) {
+void compare(const std::string& name, int64_t steps, int64_t pairs,
+             const std::function<void()>& plain, const std::function<void()>& accelerated) {
   plain();
   accelerated();
   std::vector<double> plain_us, accelerated_us, ratios;
@@ -47,7 +47,8 @@ void compare(const std::string& name, int64_t steps, int64_t pairs, const std::f
 
 torch::nn::Sequential mlp() {
   torch::manual_seed(0);
-  return torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::ReLU(), torch::nn::Linear(64, 10));
+  return torch::nn::Sequential(torch::nn::Linear(64, 64), torch::nn::ReLU(),
+                               torch::nn::Linear(64, 10));
 }
 
 struct Rows : torch::data::datasets::Dataset<Rows> {
@@ -99,7 +100,8 @@ void with_loader() {
   auto dataset = Rows().map(torch::data::transforms::Stack<>());
   auto loader = torch::data::make_data_loader(dataset, options);
   accelerate::Accelerator accelerator;
-  auto [model, optimizer, prepared] = accelerator.prepare(other, other_adam, accelerate::data::loader(dataset, options));
+  auto [model, optimizer, prepared] =
+      accelerator.prepare(other, other_adam, accelerate::data::loader(dataset, options));
   compare(
       "mlp 64-64-10, batch 32, with data loader", 200, 41,
       [&] {

@@ -11,8 +11,8 @@
 #include <accelerate/base/progress.hpp>
 #include <accelerate/optim/schedules.hpp>
 
-#include <nlohmann/json.hpp>
 #include <torch/torch.h>
+#include <nlohmann/json.hpp>
 
 #include <cmath>
 #include <sstream>
@@ -21,8 +21,10 @@ namespace {
 
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(double dropout)
-      : conv1(register_module("conv1", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 16, 3).padding(1)))),
-        conv2(register_module("conv2", torch::nn::Conv2d(torch::nn::Conv2dOptions(16, 32, 3).stride(2).padding(1)))),
+      : conv1(register_module("conv1",
+                              torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 16, 3).padding(1)))),
+        conv2(register_module(
+            "conv2", torch::nn::Conv2d(torch::nn::Conv2dOptions(16, 32, 3).stride(2).padding(1)))),
         hidden(register_module("hidden", torch::nn::Linear(32 * 4 * 4, 64))),
         drop(register_module("drop", torch::nn::Dropout(dropout))),
         classes(register_module("classes", torch::nn::Linear(64, 10))) {}
@@ -61,9 +63,11 @@ class Digits {
         if (number && std::isfinite(*number)) numbers.push_back(static_cast<float>(*number));
       }
       const float digit = numbers.empty() ? -1 : numbers.back();
-      if (numbers.size() != 65 || fields.size() != 65 || digit < 0 || digit > 9 || digit != std::floor(digit)) {
+      if (numbers.size() != 65 || fields.size() != 65 || digit < 0 || digit > 9 ||
+          digit != std::floor(digit)) {
         throw accelerate::DataError(accelerate::text::concat(
-            path, " has a line ", row + 1, " that is not 64 pixels and a digit from 0 to 9: \"", line.substr(0, 60), "\"."));
+            path, " has a line ", row + 1, " that is not 64 pixels and a digit from 0 to 9: \"",
+            line.substr(0, 60), "\"."));
       }
       if ((row % 5 == 4) != (part == Part::held_out)) continue;
       pixels.insert(pixels.end(), numbers.begin(), numbers.end() - 1);
@@ -77,7 +81,8 @@ class Digits {
 
   Batch get_batch(torch::ArrayRef<size_t> indices) {
     const auto rows = torch::tensor(std::vector<int64_t>(indices.begin(), indices.end()));
-    return {images_.index_select(0, rows), digits_.index_select(0, rows), ids_.index_select(0, rows)};
+    return {images_.index_select(0, rows), digits_.index_select(0, rows),
+            ids_.index_select(0, rows)};
   }
   torch::optional<size_t> size() const { return digits_.size(0); }
 
@@ -103,7 +108,8 @@ int train(int argc, char** argv) {
   trainer::Flags defaults;
   defaults.epochs = 20;
   defaults.data = "examples/data/digits.csv";
-  const auto flags = trainer::parse(argc, argv, "Trains a digit classifier.", defaults, /*has_layers=*/false);
+  const auto flags =
+      trainer::parse(argc, argv, "Trains a digit classifier.", defaults, /*has_layers=*/false);
   if (!flags) return 0;
   trainer::count_tensor_bytes();
 
@@ -114,23 +120,27 @@ int train(int argc, char** argv) {
   auto adam = trainer::make_optimizer(*flags, net->parameters());
 
   Digits digits(flags->data, Digits::Part::training, flags->scalar_type());
-  const int64_t global_batch = flags->batch_size * accelerator.num_processes() * flags->gradient_accumulation_steps;
+  const int64_t global_batch =
+      flags->batch_size * accelerator.num_processes() * flags->gradient_accumulation_steps;
   const int64_t steps_per_epoch = static_cast<int64_t>(*digits.size()) / global_batch;
-  auto schedule = accelerate::optim::cosine_schedule_with_warmup(*adam, /*warmup_steps=*/steps_per_epoch / 2,
-                                                                 flags->epochs * steps_per_epoch);
+  auto schedule = accelerate::optim::cosine_schedule_with_warmup(
+      *adam, /*warmup_steps=*/steps_per_epoch / 2, flags->epochs * steps_per_epoch);
 
-  auto options = torch::data::DataLoaderOptions().batch_size(flags->batch_size).workers(flags->workers);
+  auto options =
+      torch::data::DataLoaderOptions().batch_size(flags->batch_size).workers(flags->workers);
   auto [model, optimizer, scheduler, loader, held_out] = accelerator.prepare(
-      net, std::move(adam), schedule, accelerate::data::loader(std::move(digits), options).drop_last_global(true),
+      net, std::move(adam), schedule,
+      accelerate::data::loader(std::move(digits), options).drop_last_global(true),
       accelerate::data::loader(Digits(flags->data, Digits::Part::held_out, flags->scalar_type()),
                                torch::data::samplers::SequentialSampler(0), options));
 
   trainer::Recorder recorder(accelerator, *flags);
   const int64_t planned = flags->epochs * steps_per_epoch;
   const int64_t last_step = flags->max_steps > 0 ? std::min(flags->max_steps, planned) : planned;
-  accelerate::Progress progress(
-      accelerate::ProgressOptions(last_step).description("training").unit("steps").enabled(
-          accelerator.is_main_process() && !flags->quiet));
+  accelerate::Progress progress(accelerate::ProgressOptions(last_step)
+                                    .description("training")
+                                    .unit("steps")
+                                    .enabled(accelerator.is_main_process() && !flags->quiet));
   while (recorder.steps() < last_step) {
     for (auto& batch : loader) {
       auto scope = accelerator.accumulate(model);
@@ -138,7 +148,8 @@ int train(int argc, char** argv) {
       accelerator.backward(loss);
       recorder.micro_batch(loss, batch.ids);
       if (!accelerator.sync_gradients()) continue;
-      const double limit = flags->clip_norm > 0 ? flags->clip_norm : std::numeric_limits<double>::infinity();
+      const double limit =
+          flags->clip_norm > 0 ? flags->clip_norm : std::numeric_limits<double>::infinity();
       recorder.step(accelerator.clip_grad_norm_(model, limit));
       optimizer.step();
       scheduler.step();
@@ -156,19 +167,22 @@ int train(int argc, char** argv) {
   int64_t samples = 0;
   double loss_sum = 0;
   for (auto& batch : held_out) {
-    const auto [scores, targets] = accelerator.gather_for_metrics(std::pair(model(batch.images), batch.digits));
+    const auto [scores, targets] =
+        accelerator.gather_for_metrics(std::pair(model(batch.images), batch.digits));
     right += scores.argmax(1).eq(targets).sum().item<int64_t>();
     loss_sum += torch::nn::functional::cross_entropy(
-                    scores, targets, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum))
+                    scores, targets,
+                    torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum))
                     .item<double>();
     samples += targets.size(0);
   }
   const double accuracy = static_cast<double>(right) / static_cast<double>(samples);
-  const accelerate::Json eval{
-      {"accuracy", accuracy}, {"loss", loss_sum / static_cast<double>(samples)}, {"samples", samples}};
+  const accelerate::Json eval{{"accuracy", accuracy},
+                              {"loss", loss_sum / static_cast<double>(samples)},
+                              {"samples", samples}};
   trainer::write_summary(accelerator, *flags, recorder.finish(model.named_parameters(), eval));
-  accelerator.print("accuracy ", 100 * accuracy, " % on ", samples, " held-out images, after ", recorder.steps(),
-                    " steps on ", accelerator.num_processes(), " process(es)");
+  accelerator.print("accuracy ", 100 * accuracy, " % on ", samples, " held-out images, after ",
+                    recorder.steps(), " steps on ", accelerator.num_processes(), " process(es)");
   return 0;
 }
 

@@ -12,8 +12,8 @@
 #include <accelerate/base/progress.hpp>
 #include <accelerate/optim/schedules.hpp>
 
-#include <nlohmann/json.hpp>
 #include <torch/torch.h>
+#include <nlohmann/json.hpp>
 
 #include <array>
 #include <cmath>
@@ -32,9 +32,9 @@ struct Text {
     for (const unsigned char c : text) rank[c] = 1;
     for (auto& r : rank) r = r != 0 ? vocabulary++ : -1;
     if (static_cast<int64_t>(text.size()) < 20 * (trainer::kContext + 1)) {
-      throw accelerate::DataError(accelerate::text::concat("The text in ", path, " has ", text.size(),
-                                                           " characters, and at least ", 20 * (trainer::kContext + 1),
-                                                           " are needed. Name a longer one with --data."));
+      throw accelerate::DataError(accelerate::text::concat(
+          "The text in ", path, " has ", text.size(), " characters, and at least ",
+          20 * (trainer::kContext + 1), " are needed. Name a longer one with --data."));
     }
     std::vector<int64_t> codes;
     for (const unsigned char c : text) codes.push_back(rank[c]);
@@ -92,11 +92,13 @@ int train(int argc, char** argv) {
   trainer::Flags defaults;
   defaults.batch_size = 16;
   defaults.data = "examples/data/pentateuch.txt";
-  const auto flags = trainer::parse(argc, argv, "Trains a character-level language model.", defaults, /*has_layers=*/true);
+  const auto flags = trainer::parse(argc, argv, "Trains a character-level language model.",
+                                    defaults, /*has_layers=*/true);
   if (!flags) return 0;
   if (flags->width % trainer::kHeadSize != 0) {
-    throw accelerate::ConfigError(accelerate::text::concat("--width is ", flags->width, ", and a multiple of ", trainer::kHeadSize,
-                                                           " is needed, the size of an attention head."));
+    throw accelerate::ConfigError(
+        accelerate::text::concat("--width is ", flags->width, ", and a multiple of ",
+                                 trainer::kHeadSize, " is needed, the size of an attention head."));
   }
   trainer::count_tensor_bytes();
 
@@ -108,36 +110,44 @@ int train(int argc, char** argv) {
   auto adam = trainer::make_optimizer(*flags, decoder->parameters());
 
   Pieces pieces(text, Pieces::Part::training);
-  const int64_t global_batch = flags->batch_size * accelerator.num_processes() * flags->gradient_accumulation_steps;
+  const int64_t global_batch =
+      flags->batch_size * accelerator.num_processes() * flags->gradient_accumulation_steps;
   const int64_t steps_per_epoch = static_cast<int64_t>(*pieces.size()) / global_batch;
-  auto schedule = accelerate::optim::cosine_schedule_with_warmup(*adam, /*warmup_steps=*/steps_per_epoch / 20,
-                                                                 flags->epochs * steps_per_epoch);
+  auto schedule = accelerate::optim::cosine_schedule_with_warmup(
+      *adam, /*warmup_steps=*/steps_per_epoch / 20, flags->epochs * steps_per_epoch);
 
-  auto options = torch::data::DataLoaderOptions().batch_size(flags->batch_size).workers(flags->workers);
+  auto options =
+      torch::data::DataLoaderOptions().batch_size(flags->batch_size).workers(flags->workers);
   auto [model, optimizer, scheduler, loader, held_out] = accelerator.prepare(
-      decoder, std::move(adam), schedule, accelerate::data::loader(std::move(pieces), options).drop_last_global(true),
-      accelerate::data::loader(Pieces(text, Pieces::Part::held_out), torch::data::samplers::SequentialSampler(0), options));
+      decoder, std::move(adam), schedule,
+      accelerate::data::loader(std::move(pieces), options).drop_last_global(true),
+      accelerate::data::loader(Pieces(text, Pieces::Part::held_out),
+                               torch::data::samplers::SequentialSampler(0), options));
 
   trainer::Recorder recorder(accelerator, *flags);
   const int64_t planned = flags->epochs * steps_per_epoch;
   const int64_t last_step = flags->max_steps > 0 ? std::min(flags->max_steps, planned) : planned;
-  accelerate::Progress progress(
-      accelerate::ProgressOptions(last_step).description("training").unit("steps").enabled(
-          accelerator.is_main_process() && !flags->quiet));
+  accelerate::Progress progress(accelerate::ProgressOptions(last_step)
+                                    .description("training")
+                                    .unit("steps")
+                                    .enabled(accelerator.is_main_process() && !flags->quiet));
   while (recorder.steps() < last_step) {
     for (auto& batch : loader) {
       auto scope = accelerator.accumulate(model);
-      auto loss = torch::nn::functional::cross_entropy(model(batch.tokens).transpose(1, 2), batch.next);
+      auto loss =
+          torch::nn::functional::cross_entropy(model(batch.tokens).transpose(1, 2), batch.next);
       accelerator.backward(loss);
       recorder.micro_batch(loss, batch.ids);
       if (!accelerator.sync_gradients()) continue;
-      const double limit = flags->clip_norm > 0 ? flags->clip_norm : std::numeric_limits<double>::infinity();
+      const double limit =
+          flags->clip_norm > 0 ? flags->clip_norm : std::numeric_limits<double>::infinity();
       recorder.step(accelerator.clip_grad_norm_(model, limit));
       optimizer.step();
       scheduler.step();
       optimizer.zero_grad();
       progress.advance();
-      if (recorder.steps() % 10 == 0) progress.text(accelerate::text::concat("loss ", recorder.last_loss()));
+      if (recorder.steps() % 10 == 0)
+        progress.text(accelerate::text::concat("loss ", recorder.last_loss()));
       if (recorder.steps() == last_step) break;
     }
   }
@@ -151,7 +161,8 @@ int train(int argc, char** argv) {
     // One row a piece, so that pieces repeated to fill the last batch are not counted twice.
     const auto scores = model(batch.tokens).transpose(1, 2);
     const auto losses = torch::nn::functional::cross_entropy(
-        scores, batch.next, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+        scores, batch.next,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
     const auto rows = accelerator.gather_for_metrics(losses.mean(1));
     loss_sum += rows.to(torch::kDouble).sum().item<double>();
     samples += rows.size(0);
@@ -160,8 +171,8 @@ int train(int argc, char** argv) {
   const accelerate::Json eval{{"loss", loss}, {"perplexity", std::exp(loss)}, {"samples", samples}};
   trainer::write_summary(accelerator, *flags, recorder.finish(model.named_parameters(), eval));
   accelerator.print("loss ", loss, " (", std::exp(loss), " choices a character) on ", samples,
-                    " held-out pieces, after ", recorder.steps(), " steps on ", accelerator.num_processes(),
-                    " process(es)");
+                    " held-out pieces, after ", recorder.steps(), " steps on ",
+                    accelerator.num_processes(), " process(es)");
   return 0;
 }
 

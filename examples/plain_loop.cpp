@@ -15,7 +15,9 @@ TORCH_MODULE(Net);
 /// Pairs of numbers, and their product.
 struct Products : torch::data::datasets::Dataset<Products> {
   torch::Tensor pairs = torch::rand({4096, 2}) * 2 - 1;
-  torch::data::Example<> get(size_t i) override { return {pairs[i], pairs[i].prod(0, /*keepdim=*/true)}; }
+  torch::data::Example<> get(size_t i) override {
+    return {pairs[i], pairs[i].prod(0, /*keepdim=*/true)};
+  }
   torch::optional<size_t> size() const override { return pairs.size(0); }
 };
 
@@ -24,7 +26,8 @@ int main() {
   Net net;
   torch::optim::AdamW adam(net->parameters(), 1e-2);
   auto options = torch::data::DataLoaderOptions().batch_size(64);
-  auto loader = torch::data::make_data_loader(Products().map(torch::data::transforms::Stack<>()), options);
+  auto loader =
+      torch::data::make_data_loader(Products().map(torch::data::transforms::Stack<>()), options);
 
   for (int epoch = 0; epoch < 10; ++epoch) {
     torch::Tensor loss;

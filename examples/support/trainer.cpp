@@ -8,10 +8,10 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-#include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
 #include <torch/optim/optimizer.h>
 #include <torch/utils.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <fstream>
 #include <iostream>
@@ -45,8 +45,10 @@ CLI::Validator number(double least, bool above = false) {
   return CLI::Validator(
       [=](const std::string& text) {
         const auto value = accelerate::text::to_double(text);
-        if (value && (above ? *value > least : *value >= least) && *value <= kMost) return std::string();
-        return accelerate::text::concat("\"", text, "\" was given, and a number ", above ? "above " : "from ", least,
+        if (value && (above ? *value > least : *value >= least) && *value <= kMost)
+          return std::string();
+        return accelerate::text::concat("\"", text, "\" was given, and a number ",
+                                        above ? "above " : "from ", least,
                                         above ? ", up to " : " to ", kMost, " was expected");
       },
       "");
@@ -58,36 +60,46 @@ std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   file.peek();  // a folder can be opened, and not read
   if (!file.is_open() || file.bad()) {
-    throw accelerate::DataError("The data file " + path + " cannot be read. Name one that can be with --data.");
+    throw accelerate::DataError("The data file " + path +
+                                " cannot be read. Name one that can be with --data.");
   }
   std::stringstream text;
   text << file.rdbuf();
   return text.str();
 }
 
-std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags flags, bool has_layers) {
+std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags flags,
+                           bool has_layers) {
   CLI::App app(description);
   app.option_defaults()->always_capture_default();
   app.add_option("--strategy", flags.strategy, "how the processes share the work")
       ->check(CLI::IsMember({"auto", "single", "ddp"}));
   app.add_option("--mixed-precision", flags.mixed_precision, "the dtype forward computes in")
       ->check(CLI::IsMember({"no", "fp16", "bf16"}));
-  app.add_option("--dtype", flags.dtype, "the dtype of parameters; float64 tells a bug from rounding")
+  app.add_option("--dtype", flags.dtype,
+                 "the dtype of parameters; float64 tells a bug from rounding")
       ->check(CLI::IsMember({"float32", "float64"}));
-  app.add_option("--gradient-accumulation-steps", flags.gradient_accumulation_steps, "micro-batches an optimizer step")
+  app.add_option("--gradient-accumulation-steps", flags.gradient_accumulation_steps,
+                 "micro-batches an optimizer step")
       ->check(number(1));
-  app.add_option("--batch-size", flags.batch_size, "samples a micro-batch, per process")->check(number(1));
+  app.add_option("--batch-size", flags.batch_size, "samples a micro-batch, per process")
+      ->check(number(1));
   app.add_option("--epochs", flags.epochs, "passes over the training data")->check(number(1));
-  app.add_option("--max-steps", flags.max_steps, "stop after so many optimizer steps; 0 for no limit")
+  app.add_option("--max-steps", flags.max_steps,
+                 "stop after so many optimizer steps; 0 for no limit")
       ->check(number(0));
-  app.add_option("--optimizer", flags.optimizer, "the optimizer")->check(CLI::IsMember({"adamw", "sgd"}));
+  app.add_option("--optimizer", flags.optimizer, "the optimizer")
+      ->check(CLI::IsMember({"adamw", "sgd"}));
   app.add_option("--lr", flags.lr, "the highest learning rate")->check(number(0, /*above=*/true));
-  app.add_option("--clip-norm", flags.clip_norm, "the largest gradient norm; 0 to leave gradients alone")
+  app.add_option("--clip-norm", flags.clip_norm,
+                 "the largest gradient norm; 0 to leave gradients alone")
       ->check(number(0));
-  app.add_option("--dropout", flags.dropout, "the probability of dropping an activation")->check(CLI::Range(0.0, 0.99));
+  app.add_option("--dropout", flags.dropout, "the probability of dropping an activation")
+      ->check(CLI::Range(0.0, 0.99));
   if (has_layers) {
     app.add_option("--layers", flags.layers, "decoder blocks")->check(number(1));
-    app.add_option("--width", flags.width, "features of a token, a multiple of 16")->check(number(1));
+    app.add_option("--width", flags.width, "features of a token, a multiple of 16")
+        ->check(number(1));
   }
   app.add_option("--seed", flags.seed, "seed of weights and of the order of samples");
   app.add_option("--backend", flags.backend, "what carries the communication")
@@ -106,16 +118,18 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
     throw accelerate::ConfigError(std::string(error.what()) + ". Run with --help for the flags.");
   }
   if (flags.mixed_precision != "no" && flags.dtype != "float32") {
-    throw accelerate::ConfigError("--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +
-                                  " were both given. Mixed precision trains float32 parameters: drop one of the two.");
+    throw accelerate::ConfigError(
+        "--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +
+        " were both given. Mixed precision trains float32 parameters: drop one of the two.");
   }
   return flags;
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags, std::vector<at::Tensor> parameters) {
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags,
+                                                        std::vector<at::Tensor> parameters) {
   if (flags.optimizer == "sgd") {
-    return std::make_unique<accelerate::optim::FusedSGD>(std::move(parameters),
-                                                         accelerate::optim::FusedSGDOptions(flags.lr).momentum(0.9));
+    return std::make_unique<accelerate::optim::FusedSGD>(
+        std::move(parameters), accelerate::optim::FusedSGDOptions(flags.lr).momentum(0.9));
   }
   return std::make_unique<accelerate::optim::FusedAdamW>(
       std::move(parameters), accelerate::optim::FusedAdamWOptions(flags.lr).weight_decay(0.01));
@@ -165,7 +179,8 @@ std::vector<double> to_doubles(const std::vector<at::Tensor>& values) {
 
 }  // namespace
 
-Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags) : accelerator_(accelerator), flags_(flags) {
+Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags)
+    : accelerator_(accelerator), flags_(flags) {
   accelerator_.world().reset_traffic();
 }
 
@@ -191,23 +206,29 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   Json bytes = Json::object();
   Json calls = Json::object();
   for (const auto& [kind, count] : accelerator_.world().traffic().by_kind) {
-    bytes[kind] = static_cast<double>(count.bytes) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
-    calls[kind] = static_cast<double>(count.calls) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
+    bytes[kind] =
+        static_cast<double>(count.bytes) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
+    calls[kind] =
+        static_cast<double>(count.calls) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
   }
   const std::chrono::duration<double> timed = last_step_end_ - first_step_end_;
 
   const std::int64_t micro = flags_.gradient_accumulation_steps;
   std::vector<double> losses;
   if (steps_ > 0) {
-    const at::Tensor own = at::stack(losses_).to(at::kDouble).narrow(0, 0, steps_ * micro).view({steps_, micro}).mean(1);
+    const at::Tensor own = at::stack(losses_)
+                               .to(at::kDouble)
+                               .narrow(0, 0, steps_ * micro)
+                               .view({steps_, micro})
+                               .mean(1);
     const at::Tensor mean = accelerator_.reduce(own, accelerate::comm::Reduction::mean).cpu();
     losses.assign(mean.const_data_ptr<double>(), mean.const_data_ptr<double>() + mean.numel());
   }
   Json own_ids = Json::array();
   for (const at::Tensor& ids : ids_) {
     const at::Tensor host = ids.cpu().contiguous();
-    own_ids.push_back(std::vector<std::int64_t>(host.const_data_ptr<std::int64_t>(),
-                                                host.const_data_ptr<std::int64_t>() + host.numel()));
+    own_ids.push_back(std::vector<std::int64_t>(
+        host.const_data_ptr<std::int64_t>(), host.const_data_ptr<std::int64_t>() + host.numel()));
   }
 
   Checksum parameter_checksum;
@@ -224,8 +245,8 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
 
   std::vector<std::int64_t> resident;
   std::vector<std::int64_t> tensor_bytes;
-  for (const Json& other :
-       accelerator_.gather_object(Json{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}})) {
+  for (const Json& other : accelerator_.gather_object(
+           Json{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}})) {
     resident.push_back(other.at("resident").get<std::int64_t>());
     tensor_bytes.push_back(other.at("tensors").get<std::int64_t>());
   }
@@ -248,11 +269,13 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   summary["parameter_count"] = parameter_count;
   summary["parameter_norm"] = std::sqrt(squares);
   summary["parameter_checksum"] = parameter_checksum.text();
-  summary["sample_ids_checksum"] = sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
+  summary["sample_ids_checksum"] =
+      sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
   return summary;
 }
 
-void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags, const Json& summary) {
+void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags,
+                   const Json& summary) {
   if (flags.summary.empty() || !accelerator.is_main_process()) return;
   std::ofstream out(flags.summary);
   out << summary.dump(2) << '\n';

@@ -41,18 +41,21 @@ struct Flags {
   accelerate::AcceleratorOptions accelerator_options() const;
 };
 
-/// Reads the flags. `language_model` has --layers and --width. Exits through `std::optional`: nothing
-/// when --help was asked for and printed. Throws accelerate::ConfigError for what cannot be.
-std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags defaults, bool has_layers);
+/// Reads the flags. `language_model` has --layers and --width. Exits through `std::optional`:
+/// nothing when --help was asked for and printed. Throws accelerate::ConfigError for what cannot
+/// be.
+std::optional<Flags> parse(int argc, char** argv, const std::string& description, Flags defaults,
+                           bool has_layers);
 
 /// The whole file. Throws accelerate::DataError when it cannot be read.
 std::string read_file(const std::string& path);
 
 /// The optimizer the flags ask for.
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags, std::vector<at::Tensor> parameters);
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags,
+                                                        std::vector<at::Tensor> parameters);
 
-/// Gathers what the summary says while training goes on. It adds no collective to a step: losses and
-/// sample ids stay on their rank until `finish`.
+/// Gathers what the summary says while training goes on. It adds no collective to a step: losses
+/// and sample ids stay on their rank until `finish`.
 class Recorder {
  public:
   Recorder(accelerate::Accelerator& accelerator, const Flags& flags);
@@ -66,7 +69,8 @@ class Recorder {
   double last_loss() const;
 
   /// Collective. The summary of the run, on every rank.
-  accelerate::Json finish(const std::vector<accelerate::NamedTensor>& parameters, const accelerate::Json& eval);
+  accelerate::Json finish(const std::vector<accelerate::NamedTensor>& parameters,
+                          const accelerate::Json& eval);
 
  private:
   accelerate::Accelerator& accelerator_;
@@ -81,7 +85,8 @@ class Recorder {
 };
 
 /// Writes the summary on the main process, if a file was asked for.
-void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags, const accelerate::Json& summary);
+void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags,
+                   const accelerate::Json& summary);
 
 /// Runs `main` and turns an error into a message on stderr and exit code 1.
 int guarded(const std::function<int()>& main);

@@ -15,6 +15,6 @@
 #include <accelerate/core/tree.hpp>
 #include <accelerate/data/loader.hpp>
 #include <accelerate/optim/optimizer.hpp>
-#include <accelerate/optim/schedules.hpp>
 #include <accelerate/optim/scheduler.hpp>
+#include <accelerate/optim/schedules.hpp>
 #include <accelerate/state/state.hpp>

@@ -19,7 +19,8 @@
 
 namespace accelerate {
 
-NoSyncScope::NoSyncScope(std::vector<std::shared_ptr<detail::PreparedModuleCore>> modules, bool no_sync) {
+NoSyncScope::NoSyncScope(std::vector<std::shared_ptr<detail::PreparedModuleCore>> modules,
+                         bool no_sync) {
   before_.reserve(modules.size());
   for (auto& module : modules) {
     const bool before = module->no_sync;
@@ -37,14 +38,17 @@ namespace {
 /// Gives the random number generators rank 0's state before each pass over a loader.
 class SynchronizingObserver final : public LoaderObserver {
  public:
-  SynchronizingObserver(std::shared_ptr<LoaderObserver> next, std::vector<RngType> types, comm::Group group)
+  SynchronizingObserver(std::shared_ptr<LoaderObserver> next, std::vector<RngType> types,
+                        comm::Group group)
       : next_(std::move(next)), types_(std::move(types)), group_(std::move(group)) {}
 
   void loader_begins(const LoaderProgress& progress) override {
     synchronize_rng_states(types_, group_);
     next_->loader_begins(progress);
   }
-  void loader_ends(const LoaderProgress& progress) noexcept override { next_->loader_ends(progress); }
+  void loader_ends(const LoaderProgress& progress) noexcept override {
+    next_->loader_ends(progress);
+  }
 
  private:
   std::shared_ptr<LoaderObserver> next_;
@@ -56,7 +60,8 @@ class SynchronizingObserver final : public LoaderObserver {
 
 Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) {
   const Environment environment = Environment::process();
-  const ResolvedOptions resolved = resolve(options, environment, read_config_file(options, environment));
+  const ResolvedOptions resolved =
+      resolve(options, environment, read_config_file(options, environment));
   state_ = &State::initialize(resolved.state, environment);
   mixed_precision_ = resolved.mixed_precision;
   check_supported(mixed_precision_, device());
@@ -65,9 +70,10 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
     strategy_ = num_processes() > 1 ? StrategyKind::ddp : StrategyKind::single;
   }
   if (strategy_ == StrategyKind::single && num_processes() > 1) {
-    throw ConfigError(text::concat("The strategy is single, and there are ", num_processes(),
-                                   " processes, which would each train a module of their own. Use ddp, or start one "
-                                   "process."));
+    throw ConfigError(text::concat(
+        "The strategy is single, and there are ", num_processes(),
+        " processes, which would each train a module of their own. Use ddp, or start one "
+        "process."));
   }
   gradient_state_ = std::make_shared<GradientState>(resolved.gradient_accumulation, world());
   if (mixed_precision_ == MixedPrecision::fp16 && options_.grad_scaler().enabled()) {
@@ -80,34 +86,39 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
     if (type != RngType::generator) types.push_back(type);
   }
   if (!types.empty() && world().size() > 1) {
-    loader_observer_ = std::make_shared<SynchronizingObserver>(gradient_state_, std::move(types), world());
+    loader_observer_ =
+        std::make_shared<SynchronizingObserver>(gradient_state_, std::move(types), world());
   }
 }
 
 Accelerator::~Accelerator() = default;
 
-std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record, const void* identity,
+std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record,
+                                                                      const void* identity,
                                                                       bool evaluation_mode) {
   for (ModuleEntry& entry : modules_) {
     if (entry.identity == identity && (entry.trained || evaluation_mode)) return entry.core;
   }
   const auto trainable = [](const NamedTensor& entry) { return entry.tensor.requires_grad(); };
-  const auto elsewhere = [&](const NamedTensor& entry) { return entry.tensor.device() != device(); };
+  const auto elsewhere = [&](const NamedTensor& entry) {
+    return entry.tensor.device() != device();
+  };
   for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
     const auto found = std::find_if(tensors->begin(), tensors->end(), elsewhere);
     if (found == tensors->end()) continue;
     if (!options_.device_placement()) {
-      throw StateError(text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
-                                    ", and this process trains on ", device().str(),
-                                    ". Move the module there before prepare(), or switch device_placement on."));
+      throw StateError(
+          text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
+                       ", and this process trains on ", device().str(),
+                       ". Move the module there before prepare(), or switch device_placement on."));
     }
     record.to(device());
     break;
   }
 
   auto core = std::make_shared<detail::PreparedModuleCore>();
-  const bool trained =
-      !evaluation_mode && std::any_of(record.parameters().begin(), record.parameters().end(), trainable);
+  const bool trained = !evaluation_mode && std::any_of(record.parameters().begin(),
+                                                       record.parameters().end(), trainable);
   // The one place that knows the strategies.
   if (trained && strategy_ == StrategyKind::ddp && world().size() > 1) {
     core->strategy = std::make_shared<parallel::Ddp>(std::move(record), world(), options_.ddp());
@@ -123,7 +134,8 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   return core;
 }
 
-std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(std::shared_ptr<torch::optim::Optimizer> optimizer) {
+std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
+    std::shared_ptr<torch::optim::Optimizer> optimizer) {
   for (const auto& known : optimizers_) {
     if (&known->optimizer() == optimizer.get()) return known;
   }
@@ -139,25 +151,28 @@ void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
   for (ModuleEntry& entry : modules_) entry.has_optimizer |= entry.core == module;
 }
 
-std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(const torch::optim::Optimizer* optimizer) const {
+std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(
+    const torch::optim::Optimizer* optimizer) const {
   // LibTorch's schedulers do not say which optimizer they drive; those follow all of them.
   std::vector<std::shared_ptr<OptimizerCore>> followed;
   for (const auto& known : optimizers_) {
     if (optimizer == nullptr || &known->optimizer() == optimizer) followed.push_back(known);
   }
   if (followed.empty()) {
-    throw StateError(text::concat("prepare() was given a scheduler ",
-                                  optimizer == nullptr ? "and no optimizer has been prepared"
-                                                       : "whose optimizer has not been prepared",
-                                  ", so the scheduler cannot follow its steps. Give the optimizer to prepare() too, before "
-                                  "or together with the scheduler."));
+    throw StateError(text::concat(
+        "prepare() was given a scheduler ",
+        optimizer == nullptr ? "and no optimizer has been prepared"
+                             : "whose optimizer has not been prepared",
+        ", so the scheduler cannot follow its steps. Give the optimizer to prepare() too, before "
+        "or together with the scheduler."));
   }
-  return std::make_shared<SchedulerCore>(gradient_state_, std::move(followed),
-                                         SchedulerOptions()
-                                             .step_with_optimizer(options_.step_scheduler_with_optimizer())
-                                             .split_batches(options_.dataloader().split_batches())
-                                             .per_process_steps(options_.per_process_scheduler_steps())
-                                             .num_processes(num_processes()));
+  return std::make_shared<SchedulerCore>(
+      gradient_state_, std::move(followed),
+      SchedulerOptions()
+          .step_with_optimizer(options_.step_scheduler_with_optimizer())
+          .split_batches(options_.dataloader().split_batches())
+          .per_process_steps(options_.per_process_scheduler_steps())
+          .num_processes(num_processes()));
 }
 
 void Accelerator::backward(const at::Tensor& loss) {
@@ -180,10 +195,11 @@ void Accelerator::run_backward(const at::Tensor& loss) {
       found = text::concat("a tensor of shape [", text::join(loss.sizes()), "]",
                            loss.requires_grad() ? "" : " that does not require gradients");
     }
-    throw StateError(text::concat("backward() was given ", found,
-                                  ", and a loss of one element that requires gradients was expected. Reduce it with "
-                                  "mean() or sum(), and compute it from the output of a prepared module outside of "
-                                  "NoGradGuard."));
+    throw StateError(text::concat(
+        "backward() was given ", found,
+        ", and a loss of one element that requires gradients was expected. Reduce it with "
+        "mean() or sum(), and compute it from the output of a prepared module outside of "
+        "NoGradGuard."));
   }
   (scaler_ ? scaler_->scale(loss) : loss).backward();
   for (ModuleEntry& entry : modules_) {
@@ -198,11 +214,13 @@ void Accelerator::require_prepared_optimizers() const {
   if (!scaler_ && gradient_state_->num_steps() == 1) return;
   for (const ModuleEntry& entry : modules_) {
     if (!entry.core->used_since_backward || !entry.trained || entry.has_optimizer) continue;
-    throw StateError(text::concat(
-        "No prepared optimizer holds the parameters of a prepared module, and ",
-        scaler_ ? "fp16 gradients are scaled" : "gradients are accumulated over several micro-batches",
-        ", which an optimizer that was not prepared knows nothing of. Give the optimizer to prepare() and use what it "
-        "returns."));
+    throw StateError(
+        text::concat("No prepared optimizer holds the parameters of a prepared module, and ",
+                     scaler_ ? "fp16 gradients are scaled"
+                             : "gradients are accumulated over several micro-batches",
+                     ", which an optimizer that was not prepared knows nothing of. Give the "
+                     "optimizer to prepare() and use what it "
+                     "returns."));
   }
 }
 
@@ -227,17 +245,20 @@ void Accelerator::join(const std::vector<std::shared_ptr<detail::PreparedModuleC
     if (auto* ddp = dynamic_cast<parallel::Ddp*>(module->strategy.get())) {
       joined.push_back(ddp);
     } else if (num_processes() > 1) {
-      throw UnsupportedError(text::concat("join_uneven_inputs() was given a module under the strategy \"",
-                                          module->strategy->name(),
-                                          "\", and only ddp can go on without a rank. Use even_batches."));
+      throw UnsupportedError(text::concat(
+          "join_uneven_inputs() was given a module under the strategy \"", module->strategy->name(),
+          "\", and only ddp can go on without a rank. Use even_batches."));
     }
   }
   if (joined.size() > 1) {
     throw UnsupportedError(
-        "join_uneven_inputs() takes one data-parallel module: with several, a rank that has run out cannot know whose "
+        "join_uneven_inputs() takes one data-parallel module: with several, a rank that has run "
+        "out cannot know whose "
         "turn it is. Put them into one module.");
   }
-  if (!loop) throw ConfigError("join_uneven_inputs() was given no loop. Give a function as its last argument.");
+  if (!loop)
+    throw ConfigError(
+        "join_uneven_inputs() was given no loop. Give a function as its last argument.");
   for (auto* ddp : joined) ddp->set_join(true);
   try {
     loop();
@@ -255,9 +276,10 @@ void Accelerator::unscale_gradients() {
 
 void Accelerator::require_whole_gradients(const char* operation) const {
   if (sync_gradients()) return;
-  throw StateError(text::concat(operation,
-                                " was called within an accumulation window, where gradients are partial sums and not yet "
-                                "averaged over the ranks. Call it only if accelerator.sync_gradients()."));
+  throw StateError(text::concat(
+      operation,
+      " was called within an accumulation window, where gradients are partial sums and not yet "
+      "averaged over the ranks. Call it only if accelerator.sync_gradients()."));
 }
 
 namespace {
@@ -269,7 +291,8 @@ at::Tensor clip_factor(const at::Tensor& norm, double max_norm) {
 
 }  // namespace
 
-at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm, double norm_type) {
+at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm,
+                                        double norm_type) {
   require_whole_gradients("clip_grad_norm_()");
   unscale_gradients();
   const at::NoGradGuard no_grad;
@@ -278,14 +301,16 @@ at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_no
   return norm;
 }
 
-at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type) {
+at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                                        double norm_type) {
   require_whole_gradients("clip_grad_norm_()");
   for (const at::Tensor& parameter : parameters) {
     for (const ModuleEntry& entry : modules_) {
       const at::Tensor leaf = entry.core->strategy->optimizer_leaf(parameter);
       if (leaf.defined() && !leaf.is_same(parameter)) {
         throw StateError(text::concat(
-            "clip_grad_norm_() was given parameters of a module under the strategy \"", entry.core->strategy->name(),
+            "clip_grad_norm_() was given parameters of a module under the strategy \"",
+            entry.core->strategy->name(),
             "\", whose gradients are spread over the ranks. Give it the prepared module instead."));
       }
     }
@@ -297,7 +322,8 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
     if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   }
   if (gradients.empty()) return at::zeros({}, at::TensorOptions().device(device()));
-  const at::Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, norm_type)), norm_type);
+  const at::Tensor norm =
+      at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, norm_type)), norm_type);
   at::_foreach_mul_(gradients, clip_factor(norm, max_norm));
   return norm;
 }
@@ -308,7 +334,9 @@ void Accelerator::clip_grad_value_(PreparedModuleBase& model, double limit) {
   model.strategy().clip_grad_value_(limit);
 }
 
-std::vector<Json> Accelerator::gather_object(const Json& object) const { return comm::gather_object(object, world()); }
+std::vector<Json> Accelerator::gather_object(const Json& object) const {
+  return comm::gather_object(object, world());
+}
 
 void Accelerator::broadcast_object_list(std::vector<Json>& objects, int source) const {
   comm::broadcast_object_list(objects, world(), source);
@@ -318,7 +346,8 @@ AutocastScope Accelerator::autocast() const {
   return AutocastScope(device().type(), mixed_precision_, options_.autocast());
 }
 
-void Accelerator::profile(const ProfileOptions& options, const std::function<void(Profiler&)>& work) const {
+void Accelerator::profile(const ProfileOptions& options,
+                          const std::function<void(Profiler&)>& work) const {
   Profiler profiler(options, process_index());
   work(profiler);
   profiler.finish();
@@ -349,14 +378,16 @@ data::LoaderContext Accelerator::loader_context() const {
   context.gradient_accumulation_steps = gradient_state_->num_steps();
   // The seed the program last set, as it is on rank 0.
   const auto seed = at::globalContext().defaultGenerator(at::kCPU).current_seed();
-  context.seed = static_cast<std::int64_t>(std::stoull(world().broadcast_bytes(std::to_string(seed))));
+  context.seed =
+      static_cast<std::int64_t>(std::stoull(world().broadcast_bytes(std::to_string(seed))));
   return context;
 }
 
 namespace {
 
 // `first` runs the function before the others of its group do; whatever it throws reaches them all.
-void run_first(const comm::Group& group, const char* operation, const std::function<void()>& function) {
+void run_first(const comm::Group& group, const char* operation,
+               const std::function<void()>& function) {
   if (group.size() == 1) return function();
   std::exception_ptr failure;
   std::string outcome;
@@ -372,7 +403,8 @@ void run_first(const comm::Group& group, const char* operation, const std::funct
   outcome = group.broadcast_bytes(outcome, 0);
   if (failure) std::rethrow_exception(failure);
   if (!outcome.empty()) {
-    throw DistributedError(text::concat("The first process failed in ", operation, "(), so this one did not start: ", outcome),
+    throw DistributedError(text::concat("The first process failed in ", operation,
+                                        "(), so this one did not start: ", outcome),
                            operation, group.rank());
   }
   if (group.rank() != 0) function();
@@ -387,7 +419,8 @@ void Accelerator::main_process_first(const std::function<void()>& function) cons
 void Accelerator::local_main_process_first(const std::function<void()>& function) const {
   const Topology& topology = state_->topology();
   if (topology.num_nodes <= 1) return run_first(world(), "local_main_process_first", function);
-  run_first(world().split(topology.node_rank, topology.local_rank, "node"), "local_main_process_first", function);
+  run_first(world().split(topology.node_rank, topology.local_rank, "node"),
+            "local_main_process_first", function);
 }
 
 void Accelerator::print_line(const std::string& line) { std::cout << line << std::endl; }

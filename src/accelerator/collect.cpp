@@ -15,14 +15,16 @@
 namespace accelerate::detail {
 namespace {
 
-// The rows of every rank, on the host. They differ in number, and a rank may have none at all, so they
-// travel as bytes behind a line that says what they are.
+// The rows of every rank, on the host. They differ in number, and a rank may have none at all, so
+// they travel as bytes behind a line that says what they are.
 std::vector<at::Tensor> gather_rows(const at::Tensor& own, const comm::Group& group) {
   if (group.size() == 1) return {own};
   std::string message = "null\n";
   if (own.defined()) {
     const at::Tensor rows = own.contiguous();
-    message = Json{{"dtype", static_cast<int>(rows.scalar_type())}, {"shape", rows.sizes().vec()}}.dump() + "\n";
+    message = Json{{"dtype", static_cast<int>(rows.scalar_type())}, {"shape", rows.sizes().vec()}}
+                  .dump() +
+              "\n";
     message.append(static_cast<const char*>(rows.const_data_ptr()), rows.nbytes());
   }
   std::vector<at::Tensor> by_rank;
@@ -49,17 +51,18 @@ std::vector<at::Tensor> gather_rows(const at::Tensor& own, const comm::Group& gr
 at::Tensor first_rows(const at::Tensor& tensor, std::int64_t real, std::int64_t all) {
   if (real == all) return tensor;
   if (tensor.dim() == 0 || tensor.size(0) != all) {
-    throw DataError(text::concat("gather_for_metrics() was given a tensor of shape [", text::join(tensor.sizes()),
-                                 "], and the batch has ", all, " samples of which ", all - real,
-                                 " only fill it up. Give tensors with one row for each sample, or use gather()."));
+    throw DataError(text::concat(
+        "gather_for_metrics() was given a tensor of shape [", text::join(tensor.sizes()),
+        "], and the batch has ", all, " samples of which ", all - real,
+        " only fill it up. Give tensors with one row for each sample, or use gather()."));
   }
   return tensor.narrow(0, 0, real);
 }
 
 }  // namespace
 
-std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors, const LoaderProgress* progress,
-                                         const comm::Group& group) {
+std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors,
+                                         const LoaderProgress* progress, const comm::Group& group) {
   const bool in_order = progress == nullptr || progress->fill_is_last;
   if (!in_order) {
     // Each rank has a fill of its own, and perhaps another number of rows.
@@ -73,8 +76,10 @@ std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors,
     }
     const std::int64_t most = *std::max_element(rows.begin(), rows.end());
     std::vector<at::Tensor> result;
-    for (const at::Tensor& all : comm::gather_tensors(
-             comm::pad_tensors_across_processes(own, group, /*dim=*/0, /*pad_index=*/0, /*pad_first=*/false), group)) {
+    for (const at::Tensor& all :
+         comm::gather_tensors(comm::pad_tensors_across_processes(
+                                  own, group, /*dim=*/0, /*pad_index=*/0, /*pad_first=*/false),
+                              group)) {
       std::vector<at::Tensor> pieces;
       for (std::size_t rank = 0; rank < rows.size(); ++rank) {
         pieces.push_back(all.narrow(0, static_cast<std::int64_t>(rank) * most, rows[rank]));
@@ -84,10 +89,12 @@ std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors,
     return result;
   }
   std::vector<at::Tensor> result = comm::gather_tensors(tensors, group);
-  if (progress == nullptr || progress->real_samples < 0 || progress->real_samples == progress->global_samples) {
+  if (progress == nullptr || progress->real_samples < 0 ||
+      progress->real_samples == progress->global_samples) {
     return result;
   }
-  for (at::Tensor& tensor : result) tensor = first_rows(tensor, progress->real_samples, progress->global_samples);
+  for (at::Tensor& tensor : result)
+    tensor = first_rows(tensor, progress->real_samples, progress->global_samples);
   return result;
 }
 
@@ -98,12 +105,14 @@ void RowCollector::add(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined() || tensor.dim() == 0 || (rows >= 0 && tensor.size(0) != rows)) {
       throw DataError(
-          "A batch of predictions to be collected has a tensor without one row for each sample. Give tensors whose "
+          "A batch of predictions to be collected has a tensor without one row for each sample. "
+          "Give tensors whose "
           "first dimension is the sample.");
     }
     rows = tensor.size(0);
     std::int64_t real = rows;
-    if (progress != nullptr && progress->local_samples == rows && progress->local_real_samples >= 0) {
+    if (progress != nullptr && progress->local_samples == rows &&
+        progress->local_real_samples >= 0) {
       real = progress->local_real_samples;
     }
     at::Tensor kept = tensor.detach().narrow(0, 0, real).to(at::kCPU);
@@ -125,13 +134,15 @@ std::vector<at::Tensor> RowCollector::gather() {
     rounds = std::max(rounds, rows.back().size());
     tensors = std::max(tensors, other.at("tensors").get<std::size_t>());
   }
-  if (rounds == 0) throw DataError("Predictions were to be gathered, and none were added on any rank.");
+  if (rounds == 0)
+    throw DataError("Predictions were to be gathered, and none were added on any rank.");
 
   std::vector<at::Tensor> result;
   for (std::size_t which = 0; which < tensors; ++which) {
     std::vector<at::Tensor> own_rows;
     for (const auto& batch : batches_) own_rows.push_back(batch.at(which));
-    const std::vector<at::Tensor> by_rank = gather_rows(own_rows.empty() ? at::Tensor() : at::cat(own_rows), group_);
+    const std::vector<at::Tensor> by_rank =
+        gather_rows(own_rows.empty() ? at::Tensor() : at::cat(own_rows), group_);
     std::vector<std::int64_t> taken(by_rank.size(), 0);
     std::vector<at::Tensor> pieces;
     for (std::size_t round = 0; round < rounds; ++round) {

@@ -29,8 +29,10 @@ void ForwardPass::finish(const std::vector<at::Tensor>& outputs) {
 
 void raise_outputs_unknown() {
   throw UnsupportedError(
-      "The module's forward returns a type whose tensors the library cannot find, and they are needed: to cast half "
-      "precision outputs back to fp32, or to find unused parameters. Specialise accelerate::TreeTraits for that type, or "
+      "The module's forward returns a type whose tensors the library cannot find, and they are "
+      "needed: to cast half "
+      "precision outputs back to fp32, or to find unused parameters. Specialise "
+      "accelerate::TreeTraits for that type, or "
       "return tensors, pairs, tuples, vectors, maps or optionals of them.");
 }
 
@@ -44,10 +46,12 @@ void collect_tensors(const c10::IValue& value, std::vector<at::Tensor>& into) {
 }
 
 c10::IValue cast_value_to_fp32(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(cast_to_fp32(value.toTensor())) : value;
+  if (value.isTensor())
+    return value.toTensor().defined() ? c10::IValue(cast_to_fp32(value.toTensor())) : value;
   if (value.isTuple()) {
     std::vector<c10::IValue> parts;
-    for (const auto& part : value.toTupleRef().elements()) parts.push_back(cast_value_to_fp32(part));
+    for (const auto& part : value.toTupleRef().elements())
+      parts.push_back(cast_value_to_fp32(part));
     return value.toTupleRef().type()->schema() != nullptr
                ? c10::IValue(c10::ivalue::Tuple::createNamed(
                      std::move(parts), value.toTupleRef().type()->expect<c10::TupleType>()))
@@ -66,7 +70,8 @@ c10::IValue cast_value_to_fp32(const c10::IValue& value) {
   if (value.isGenericDict()) {
     const auto& dictionary = value.toGenericDict();
     c10::impl::GenericDict parts(dictionary.keyType(), dictionary.valueType());
-    for (const auto& entry : dictionary) parts.insert(entry.key(), cast_value_to_fp32(entry.value()));
+    for (const auto& entry : dictionary)
+      parts.insert(entry.key(), cast_value_to_fp32(entry.value()));
     return parts;
   }
   return value;
@@ -81,7 +86,8 @@ std::vector<at::Tensor> PreparedModuleBase::parameters() const {
   return all;
 }
 
-c10::IValue PreparedModule<torch::jit::Module>::call(const std::string& method, std::vector<c10::IValue> inputs) {
+c10::IValue PreparedModule<torch::jit::Module>::call(const std::string& method,
+                                                     std::vector<c10::IValue> inputs) {
   detail::ForwardPass pass(*core_);
   c10::IValue result = module_->get_method(method)(std::move(inputs));
   const bool cast = pass.casts_outputs();

@@ -18,11 +18,14 @@ using torch::profiler::impl::ActivityType;
 std::set<ActivityType> activities_of(const ProfileOptions& options) {
   std::set<ActivityType> activities;
   for (const auto activity : options.activities()) {
-    activities.insert(activity == ProfileOptions::Activity::cpu ? ActivityType::CPU : ActivityType::CUDA);
+    activities.insert(activity == ProfileOptions::Activity::cpu ? ActivityType::CPU
+                                                                : ActivityType::CUDA);
   }
   const bool cuda = at::globalContext().hasCUDA();
   if (activities.contains(ActivityType::CUDA) && !cuda) {
-    throw UnsupportedError("ProfileOptions asks for CUDA activities, and there is no CUDA device. Leave activities empty.");
+    throw UnsupportedError(
+        "ProfileOptions asks for CUDA activities, and there is no CUDA device. Leave activities "
+        "empty.");
   }
   if (activities.empty()) {
     activities.insert(ActivityType::CPU);
@@ -35,12 +38,13 @@ std::set<ActivityType> activities_of(const ProfileOptions& options) {
 
 Profiler::Profiler(const ProfileOptions& options, int rank) : options_(options), rank_(rank) {
   if (const auto& schedule = options_.schedule()) {
-    if (schedule->active() < 1 || schedule->wait() < 0 || schedule->warmup() < 0 || schedule->repeat() < 0 ||
-        schedule->skip_first() < 0) {
-      throw ConfigError(text::concat("The profile's schedule has ", schedule->active(), " active steps, wait ",
-                                     schedule->wait(), ", warmup ", schedule->warmup(), ", repeat ", schedule->repeat(),
-                                     " and skip_first ", schedule->skip_first(),
-                                     ". At least 1 active step is needed, and nothing may be negative."));
+    if (schedule->active() < 1 || schedule->wait() < 0 || schedule->warmup() < 0 ||
+        schedule->repeat() < 0 || schedule->skip_first() < 0) {
+      throw ConfigError(
+          text::concat("The profile's schedule has ", schedule->active(), " active steps, wait ",
+                       schedule->wait(), ", warmup ", schedule->warmup(), ", repeat ",
+                       schedule->repeat(), " and skip_first ", schedule->skip_first(),
+                       ". At least 1 active step is needed, and nothing may be negative."));
     }
   }
   if (kineto::isProfilerEnabledInMainThread()) {
@@ -71,13 +75,15 @@ bool Profiler::keeps(int64_t step) const {
   if (!options_.schedule()) return true;
   const ProfileSchedule& schedule = *options_.schedule();
   const int64_t length = schedule.wait() + schedule.warmup() + schedule.active();
-  return records(step) && (step - schedule.skip_first()) % length >= schedule.wait() + schedule.warmup();
+  return records(step) &&
+         (step - schedule.skip_first()) % length >= schedule.wait() + schedule.warmup();
 }
 
 void Profiler::start() {
   const torch::profiler::impl::ProfilerConfig config(
-      torch::profiler::impl::ProfilerState::KINETO, options_.record_shapes(), options_.profile_memory(),
-      options_.with_stack(), options_.with_flops(), options_.with_modules());
+      torch::profiler::impl::ProfilerState::KINETO, options_.record_shapes(),
+      options_.profile_memory(), options_.with_stack(), options_.with_flops(),
+      options_.with_modules());
   const auto activities = activities_of(options_);
   kineto::prepareProfiler(config, activities);
   kineto::enableProfiler(config, activities);
@@ -92,12 +98,14 @@ void Profiler::stop(bool keep) {
   const std::filesystem::path folder(options_.output_trace_dir());
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  const std::string name =
-      options_.schedule() ? text::concat("profile_", rank_, "_", cycle_, ".json") : text::concat("profile_", rank_, ".json");
+  const std::string name = options_.schedule()
+                               ? text::concat("profile_", rank_, "_", cycle_, ".json")
+                               : text::concat("profile_", rank_, ".json");
   const std::string path = (folder / name).string();
   if (!error) result->save(path);
   if (error || !std::filesystem::exists(path)) {
-    throw ConfigError(text::concat("The profile cannot be written to ", path, error ? " (" + error.message() + ")" : "",
+    throw ConfigError(text::concat("The profile cannot be written to ", path,
+                                   error ? " (" + error.message() + ")" : "",
                                    ". Check ProfileOptions::output_trace_dir."));
   }
   files_.push_back(path);

@@ -22,7 +22,8 @@ struct Setting {
 
 class Sources {
  public:
-  Sources(const Environment& environment, const Json& file) : environment_(environment), file_(file) {}
+  Sources(const Environment& environment, const Json& file)
+      : environment_(environment), file_(file) {}
 
   std::optional<Setting> find(const char* variable, const char* key) const {
     if (const auto value = environment_.get(variable)) {
@@ -37,8 +38,8 @@ class Sources {
 
   /// `parse` turns text into the value or throws ConfigError.
   template <class T>
-  T choose(const std::optional<T>& argument, const char* variable, const char* key, T (*parse)(std::string_view),
-           T otherwise) const {
+  T choose(const std::optional<T>& argument, const char* variable, const char* key,
+           T (*parse)(std::string_view), T otherwise) const {
     if (argument) return *argument;
     const auto setting = find(variable, key);
     if (!setting) return otherwise;
@@ -50,27 +51,29 @@ class Sources {
     }
   }
 
-  bool flag(const std::optional<bool>& argument, const char* variable, const char* key, bool otherwise) const {
+  bool flag(const std::optional<bool>& argument, const char* variable, const char* key,
+            bool otherwise) const {
     if (argument) return *argument;
     const auto setting = find(variable, key);
     if (!setting) return otherwise;
     const auto value = text::to_bool(setting->text);
     if (!value) {
-      throw ConfigError(text::concat(setting->where, " is \"", setting->text, "\", and a yes or no was expected."));
+      throw ConfigError(text::concat(setting->where, " is \"", setting->text,
+                                     "\", and a yes or no was expected."));
     }
     return *value;
   }
 
   using Milliseconds = std::chrono::milliseconds;
-  std::optional<Milliseconds> duration(const std::optional<Milliseconds>& argument, const char* variable,
-                                       const char* key) const {
+  std::optional<Milliseconds> duration(const std::optional<Milliseconds>& argument,
+                                       const char* variable, const char* key) const {
     if (argument) return argument;
     const auto setting = find(variable, key);
     if (!setting) return std::nullopt;
     const auto seconds = text::to_double(setting->text);
     if (!seconds || *seconds < 0) {
-      throw ConfigError(
-          text::concat(setting->where, " is \"", setting->text, "\", and a number of seconds was expected."));
+      throw ConfigError(text::concat(setting->where, " is \"", setting->text,
+                                     "\", and a number of seconds was expected."));
     }
     return Milliseconds(static_cast<std::int64_t>(*seconds * 1e3));
   }
@@ -81,34 +84,42 @@ class Sources {
 };
 
 void refuse_what_libtorch_lacks(const Environment& environment) {
-  const auto wants = [&](const char* variable) { return environment.get_bool(variable).value_or(false); };
+  const auto wants = [&](const char* variable) {
+    return environment.get_bool(variable).value_or(false);
+  };
   if (wants("ACCELERATE_USE_XLA") || wants("ACCELERATE_USE_TPU")) {
     throw UnsupportedError(
-        "The environment asks for TPU/XLA, which LibTorch has no C++ interface for. Unset ACCELERATE_USE_XLA and "
+        "The environment asks for TPU/XLA, which LibTorch has no C++ interface for. Unset "
+        "ACCELERATE_USE_XLA and "
         "ACCELERATE_USE_TPU to train on CPU or CUDA.");
   }
   if (wants("ACCELERATE_USE_MPS_DEVICE")) {
     throw UnsupportedError(
-        "The environment asks for MPS, which exists on macOS only. Unset ACCELERATE_USE_MPS_DEVICE to train on CPU or "
+        "The environment asks for MPS, which exists on macOS only. Unset ACCELERATE_USE_MPS_DEVICE "
+        "to train on CPU or "
         "CUDA.");
   }
   if (const auto dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND");
       dynamo && text::to_lower(*dynamo) != "no") {
-    throw UnsupportedError(text::concat(
-        "The environment variable ACCELERATE_DYNAMO_BACKEND is \"", *dynamo,
-        "\", and dynamo compiles Python bytecode, which a C++ program has none of. Unset it; to run a compiled graph, "
-        "export the module to TorchScript and prepare that."));
+    throw UnsupportedError(text::concat("The environment variable ACCELERATE_DYNAMO_BACKEND is \"",
+                                        *dynamo,
+                                        "\", and dynamo compiles Python bytecode, which a C++ "
+                                        "program has none of. Unset it; to run a compiled graph, "
+                                        "export the module to TorchScript and prepare that."));
   }
-  for (const char* later : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
+  for (const char* later :
+       {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
     if (wants(later)) {
-      throw UnsupportedError(text::concat("The environment variable ", later,
-                                          " asks for sharded training, which this version does not have. Unset it to train "
-                                          "with data parallelism."));
+      throw UnsupportedError(text::concat(
+          "The environment variable ", later,
+          " asks for sharded training, which this version does not have. Unset it to train "
+          "with data parallelism."));
     }
   }
   if (wants("ACCELERATE_USE_MEGATRON_LM")) {
     throw UnsupportedError(
-        "The environment asks for Megatron-LM, a Python library. Unset ACCELERATE_USE_MEGATRON_LM.");
+        "The environment asks for Megatron-LM, a Python library. Unset "
+        "ACCELERATE_USE_MEGATRON_LM.");
   }
 }
 
@@ -116,15 +127,16 @@ std::optional<at::Device> parse_device(const std::string& text, const std::strin
   const std::string lower = text::to_lower(text);
   for (const char* absent : {"xla", "mps", "hpu", "npu", "mlu", "musa", "xpu", "ipu"}) {
     if (lower.starts_with(absent)) {
-      throw UnsupportedError(text::concat(where, " is \"", text, "\", and this build of LibTorch knows the devices cpu "
+      throw UnsupportedError(text::concat(where, " is \"", text,
+                                          "\", and this build of LibTorch knows the devices cpu "
                                           "and cuda. Use one of them."));
     }
   }
   try {
     return at::Device(lower);
   } catch (const std::exception&) {
-    std::throw_with_nested(ConfigError(text::concat(where, " is \"", text,
-                                                    "\", and a device such as \"cpu\" or \"cuda:0\" was expected.")));
+    std::throw_with_nested(ConfigError(text::concat(
+        where, " is \"", text, "\", and a device such as \"cpu\" or \"cuda:0\" was expected.")));
   }
 }
 
@@ -132,9 +144,12 @@ std::optional<at::Device> parse_device(const std::string& text, const std::strin
 
 std::string_view to_string(StrategyKind strategy) {
   switch (strategy) {
-    case StrategyKind::automatic: return "auto";
-    case StrategyKind::single: return "single";
-    case StrategyKind::ddp: return "ddp";
+    case StrategyKind::automatic:
+      return "auto";
+    case StrategyKind::single:
+      return "single";
+    case StrategyKind::ddp:
+      return "ddp";
   }
   return "";
 }
@@ -145,28 +160,32 @@ StrategyKind strategy_from_string(std::string_view name) {
     if (name == to_string(strategy)) return strategy;
     known.push_back(to_string(strategy));
   }
-  throw ConfigError(text::concat("There is no strategy \"", name, "\". Known are ", text::join(known), "."));
+  throw ConfigError(
+      text::concat("There is no strategy \"", name, "\". Known are ", text::join(known), "."));
 }
 
-ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment, const Json& file) {
+ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment,
+                        const Json& file) {
   refuse_what_libtorch_lacks(environment);
-  static const std::vector<std::string> kKeys{"mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",
-                                              "backend", "timeout", "heartbeat_timeout", "debug", "device"};
+  static const std::vector<std::string> kKeys{
+      "mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",   "backend",
+      "timeout",         "heartbeat_timeout",           "debug",    "device"};
   std::vector<std::string> unknown;
   for (const auto& [key, value] : file.items()) {
     if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) unknown.push_back(key);
   }
   if (!unknown.empty()) {
-    throw ConfigError(text::concat("The configuration file has the unknown key(s) ", text::join(unknown),
-                                   ". Known are: ", text::join(kKeys), "."));
+    throw ConfigError(text::concat("The configuration file has the unknown key(s) ",
+                                   text::join(unknown), ". Known are: ", text::join(kKeys), "."));
   }
 
   const Sources sources(environment, file);
   ResolvedOptions resolved;
-  resolved.mixed_precision = sources.choose(options.mixed_precision(), "ACCELERATE_MIXED_PRECISION",
-                                            "mixed_precision", mixed_precision_from_string, MixedPrecision::no);
-  resolved.strategy = sources.choose(options.strategy(), "ACCELERATE_STRATEGY", "strategy", strategy_from_string,
-                                     StrategyKind::automatic);
+  resolved.mixed_precision =
+      sources.choose(options.mixed_precision(), "ACCELERATE_MIXED_PRECISION", "mixed_precision",
+                     mixed_precision_from_string, MixedPrecision::no);
+  resolved.strategy = sources.choose(options.strategy(), "ACCELERATE_STRATEGY", "strategy",
+                                     strategy_from_string, StrategyKind::automatic);
 
   if (options.gradient_accumulation()) {
     if (options.gradient_accumulation_steps().value_or(1) != 1) {
@@ -177,29 +196,32 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
     resolved.gradient_accumulation = *options.gradient_accumulation();
   } else if (options.gradient_accumulation_steps()) {
     resolved.gradient_accumulation.num_steps(*options.gradient_accumulation_steps());
-  } else if (const auto setting = sources.find("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps")) {
+  } else if (const auto setting = sources.find("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+                                               "gradient_accumulation_steps")) {
     const auto steps = text::to_int(setting->text);
     if (!steps) {
-      throw ConfigError(text::concat(setting->where, " is \"", setting->text, "\", and a whole number was expected."));
+      throw ConfigError(text::concat(setting->where, " is \"", setting->text,
+                                     "\", and a whole number was expected."));
     }
     resolved.gradient_accumulation.num_steps(*steps);
   }
   if (resolved.gradient_accumulation.num_steps() < 1) {
-    throw ConfigError(text::concat("Gradient accumulation over ", resolved.gradient_accumulation.num_steps(),
+    throw ConfigError(text::concat("Gradient accumulation over ",
+                                   resolved.gradient_accumulation.num_steps(),
                                    " micro-batches was asked for, and at least 1 is needed."));
   }
 
   resolved.state.cpu(sources.flag(options.cpu(), "ACCELERATE_USE_CPU", "cpu", false));
   resolved.state.debug(sources.flag(options.debug(), "ACCELERATE_DEBUG_MODE", "debug", false));
-  resolved.state.backend(sources.choose(options.backend(), "ACCELERATE_BACKEND", "backend", comm::backend_from_string,
-                                        comm::Backend::automatic));
+  resolved.state.backend(sources.choose(options.backend(), "ACCELERATE_BACKEND", "backend",
+                                        comm::backend_from_string, comm::Backend::automatic));
   resolved.state.timeout(sources.duration(options.timeout(), "ACCELERATE_TIMEOUT", "timeout"));
   if (resolved.state.timeout() && resolved.state.timeout()->count() <= 0) {
     throw ConfigError(text::concat("The timeout is ", resolved.state.timeout()->count(),
                                    " ms, and it must be greater than 0."));
   }
-  resolved.state.heartbeat_timeout(
-      sources.duration(options.heartbeat_timeout(), "ACCELERATE_HEARTBEAT_TIMEOUT", "heartbeat_timeout"));
+  resolved.state.heartbeat_timeout(sources.duration(
+      options.heartbeat_timeout(), "ACCELERATE_HEARTBEAT_TIMEOUT", "heartbeat_timeout"));
   if (options.device()) {
     resolved.state.device(parse_device(*options.device(), "AcceleratorOptions::device"));
   } else if (const auto setting = sources.find("ACCELERATE_TORCH_DEVICE", "device")) {
@@ -209,20 +231,22 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
 }
 
 Json read_config_file(const AcceleratorOptions& options, const Environment& environment) {
-  const auto path = options.config_file() ? options.config_file() : environment.get("ACCELERATE_CONFIG_FILE");
+  const auto path =
+      options.config_file() ? options.config_file() : environment.get("ACCELERATE_CONFIG_FILE");
   if (!path) return Json::object();
   std::ifstream in(*path);
   if (!in) {
-    throw ConfigError(text::concat("The configuration file ", *path,
-                                   " cannot be opened. Check the path, or unset ACCELERATE_CONFIG_FILE."));
+    throw ConfigError(
+        text::concat("The configuration file ", *path,
+                     " cannot be opened. Check the path, or unset ACCELERATE_CONFIG_FILE."));
   }
   try {
     Json file = Json::parse(in);
     if (!file.is_object()) throw ConfigError("Its top level is not an object.");
     return file;
   } catch (const std::exception&) {
-    std::throw_with_nested(
-        ConfigError(text::concat("The configuration file ", *path, " is not a JSON object of settings.")));
+    std::throw_with_nested(ConfigError(
+        text::concat("The configuration file ", *path, " is not a JSON object of settings.")));
   }
 }
 

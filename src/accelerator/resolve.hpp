@@ -16,9 +16,11 @@ struct ResolvedOptions {
 };
 
 /// The one place where arguments, environment and configuration file meet: argument > environment >
-/// file > default. Pure: reads nothing else. Throws ConfigError for anything unusable, UnsupportedError
-/// for what LibTorch does not have (XLA, MPS, dynamo, ...), each naming where it was said.
-ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment, const Json& file);
+/// file > default. Pure: reads nothing else. Throws ConfigError for anything unusable,
+/// UnsupportedError for what LibTorch does not have (XLA, MPS, dynamo, ...), each naming where it
+/// was said.
+ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment,
+                        const Json& file);
 
 /// The configuration file named by `options` or the environment, or an empty object. Throws
 /// ConfigError when it cannot be read or is not a JSON object.

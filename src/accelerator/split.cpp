@@ -12,7 +12,8 @@ Part part_of(std::int64_t length, int rank, int size, bool apply_padding) {
   Part part;
   part.first = rank * whole + std::min<std::int64_t>(rank, extra);
   part.last = part.first + whole + (rank < extra ? 1 : 0);
-  if (apply_padding && length > 0) part.padding = whole + (extra > 0 ? 1 : 0) - (part.last - part.first);
+  if (apply_padding && length > 0)
+    part.padding = whole + (extra > 0 ? 1 : 0) - (part.last - part.first);
   return part;
 }
 

@@ -29,8 +29,9 @@ std::optional<std::int64_t> Environment::get_int(const std::string& name) const 
   if (!value) return std::nullopt;
   const auto number = text::to_int(*value);
   if (!number) {
-    throw ConfigError(text::concat("The environment variable ", name, " is \"", *value,
-                                   "\", and a whole number was expected. Set it to one, or unset it."));
+    throw ConfigError(
+        text::concat("The environment variable ", name, " is \"", *value,
+                     "\", and a whole number was expected. Set it to one, or unset it."));
   }
   return number;
 }
@@ -51,8 +52,9 @@ std::optional<bool> Environment::get_bool(const std::string& name) const {
   if (!value) return std::nullopt;
   const auto flag = text::to_bool(*value);
   if (!flag) {
-    throw ConfigError(text::concat("The environment variable ", name, " is \"", *value,
-                                   "\", and a yes or no was expected (1, true, yes, on; or 0, false, no, off)."));
+    throw ConfigError(
+        text::concat("The environment variable ", name, " is \"", *value,
+                     "\", and a yes or no was expected (1, true, yes, on; or 0, false, no, off)."));
   }
   return flag;
 }

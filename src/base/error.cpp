@@ -7,7 +7,8 @@ namespace accelerate {
 DistributedError::DistributedError(const std::string& message, std::string operation, int rank)
     : Error(message), operation_(std::move(operation)), rank_(rank) {}
 
-PeerLostError::PeerLostError(const std::string& message, std::string operation, int rank, int lost_rank)
+PeerLostError::PeerLostError(const std::string& message, std::string operation, int rank,
+                             int lost_rank)
     : DistributedError(message, std::move(operation), rank), lost_rank_(lost_rank) {}
 
 CheckpointError::CheckpointError(const std::string& message, std::string path)

@@ -19,17 +19,23 @@ namespace {
 
 spdlog::level::level_enum to_spdlog(Level level) {
   switch (level) {
-    case Level::debug: return spdlog::level::debug;
-    case Level::info: return spdlog::level::info;
-    case Level::warning: return spdlog::level::warn;
-    case Level::error: return spdlog::level::err;
-    case Level::off: break;
+    case Level::debug:
+      return spdlog::level::debug;
+    case Level::info:
+      return spdlog::level::info;
+    case Level::warning:
+      return spdlog::level::warn;
+    case Level::error:
+      return spdlog::level::err;
+    case Level::off:
+      break;
   }
   return spdlog::level::off;
 }
 
 Level level_from_environment() {
-  const std::string name = text::to_lower(Environment::process().get("ACCELERATE_LOG_LEVEL").value_or("info"));
+  const std::string name =
+      text::to_lower(Environment::process().get("ACCELERATE_LOG_LEVEL").value_or("info"));
   if (name == "debug") return Level::debug;
   if (name == "warning" || name == "warn") return Level::warning;
   if (name == "error" || name == "critical") return Level::error;
@@ -39,8 +45,8 @@ Level level_from_environment() {
 
 struct Logger {
   // Never registered by name, so a program's own spdlog set-up is left alone.
-  std::shared_ptr<spdlog::logger> spd =
-      std::make_shared<spdlog::logger>("accelerate", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
+  std::shared_ptr<spdlog::logger> spd = std::make_shared<spdlog::logger>(
+      "accelerate", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
   std::atomic<Level> level{level_from_environment()};
   std::atomic<int> rank{0};
   std::atomic<int> world_size{1};

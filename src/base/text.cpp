@@ -47,8 +47,10 @@ std::string to_lower(std::string_view text) {
 }
 
 std::string_view trim(std::string_view text) {
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front()))) text.remove_prefix(1);
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.remove_suffix(1);
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front())))
+    text.remove_prefix(1);
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back())))
+    text.remove_suffix(1);
   return text;
 }
 
@@ -65,22 +67,24 @@ std::vector<std::string> split(std::string_view text, char separator) {
 std::optional<std::int64_t> to_bytes(std::string_view text) {
   text = trim(text);
   std::size_t digits = 0;
-  while (digits < text.size() && (std::isdigit(static_cast<unsigned char>(text[digits])) || text[digits] == '.')) {
+  while (digits < text.size() &&
+         (std::isdigit(static_cast<unsigned char>(text[digits])) || text[digits] == '.')) {
     ++digits;
   }
   const auto number = to_double(text.substr(0, digits));
   if (!number) return std::nullopt;
   const std::string_view unit = trim(text.substr(digits));
-  static constexpr std::array<std::pair<std::string_view, double>, 10> kUnits{{{"", 1.0},
-                                                                               {"B", 1.0},
-                                                                               {"KB", 1e3},
-                                                                               {"MB", 1e6},
-                                                                               {"GB", 1e9},
-                                                                               {"TB", 1e12},
-                                                                               {"KiB", 1024.0},
-                                                                               {"MiB", 1048576.0},
-                                                                               {"GiB", 1073741824.0},
-                                                                               {"TiB", 1099511627776.0}}};
+  static constexpr std::array<std::pair<std::string_view, double>, 10> kUnits{
+      {{"", 1.0},
+       {"B", 1.0},
+       {"KB", 1e3},
+       {"MB", 1e6},
+       {"GB", 1e9},
+       {"TB", 1e12},
+       {"KiB", 1024.0},
+       {"MiB", 1048576.0},
+       {"GiB", 1073741824.0},
+       {"TiB", 1099511627776.0}}};
   for (const auto& [name, factor] : kUnits) {
     const double bytes = *number * factor;
     if (unit == name && bytes < 9.2e18) return static_cast<std::int64_t>(std::llround(bytes));
@@ -110,7 +114,8 @@ std::string format_seconds(double seconds) {
   } else {
     const auto whole = static_cast<long long>(seconds);
     if (whole >= 3600) {
-      std::snprintf(buffer, sizeof buffer, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
+      std::snprintf(buffer, sizeof buffer, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60,
+                    whole % 60);
     } else {
       std::snprintf(buffer, sizeof buffer, "%lld:%02lld", whole / 60, whole % 60);
     }

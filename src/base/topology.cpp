@@ -110,10 +110,12 @@ Topology from_torchrun(const Environment& environment) {
   topology.num_nodes = read_int(environment, "GROUP_WORLD_SIZE").value_or(1);
   topology.node_rank = read_int(environment, "GROUP_RANK").value_or(0);
   derive_nodes(topology);
-  // torchrun's store outlives a restart of the processes, so the count of restarts is part of the name.
+  // torchrun's store outlives a restart of the processes, so the count of restarts is part of the
+  // name.
   topology.run_id = environment.get("TORCHELASTIC_RUN_ID").value_or("") +
                     environment.get("TORCHELASTIC_RESTART_COUNT").value_or("");
-  topology.launcher_has_store = environment.get_bool("TORCHELASTIC_USE_AGENT_STORE").value_or(false);
+  topology.launcher_has_store =
+      environment.get_bool("TORCHELASTIC_USE_AGENT_STORE").value_or(false);
   return topology;
 }
 

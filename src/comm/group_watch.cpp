@@ -236,7 +236,8 @@ void ObservedWork::fail(const std::exception_ptr& error) {
 void ObservedWork::inner_failed(const std::exception_ptr& failure) {
   if (classify(failure) == FailureKind::connection && !watch_->knows_loss()) {
     // Who it was is known in a moment; this thread is the backend's and must not wait for it. Until
-    // then the work holds on to itself: who waits for it may hold its future only, as c10d::Reducer.
+    // then the work holds on to itself: who waits for it may hold its future only, as
+    // c10d::Reducer.
     const std::lock_guard lock(settle_mutex_);
     if (settled_) return;
     suspected_ = failure;

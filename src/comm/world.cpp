@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <exception>
 
@@ -249,6 +250,21 @@ void World::close() noexcept {
   store_.reset();
 }
 
+namespace {
+
+/// gloo writes to its sockets in a way that raises SIGPIPE when the peer is gone, and the signal's
+/// default ends a program without a word; Python programs ignore it. A choice that the program made
+/// itself is left alone.
+void ignore_broken_pipes() {
+  struct sigaction current {};
+  if (::sigaction(SIGPIPE, nullptr, &current) != 0) return;
+  if ((current.sa_flags & SA_SIGINFO) == 0 && current.sa_handler == SIG_DFL) {
+    ::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
+}  // namespace
+
 Group create_world(const Topology& topology, const WorldOptions& options) {
   const Backend backend = choose_backend(topology, options);
   if (topology.world_size == 1) {
@@ -257,6 +273,7 @@ Group create_world(const Topology& topology, const WorldOptions& options) {
     return Group(std::move(impl));
   }
   check_backend(backend, topology, options);
+  ignore_broken_pipes();
   const auto world = std::make_shared<World>(topology, options, backend);
   close_at_exit(world);
   std::vector<int> everyone(static_cast<std::size_t>(topology.world_size));

@@ -162,7 +162,8 @@ bool BatchSizeSearch::agree(const std::exception_ptr& error) {
       gathered = gather_(mine.encode(), mine.kind == Kind::failed && is_distributed(error));
     } catch (...) {
       // The others are stuck where this rank left them, or gone.
-      if (mine.kind == Kind::out_of_memory) give_up(text::concat("rank ", log::rank()), std::current_exception());
+      if (mine.kind == Kind::out_of_memory)
+        give_up(text::concat("rank ", log::rank()), std::current_exception());
       if (mine.kind == Kind::failed) std::rethrow_exception(error);
       throw;
     }

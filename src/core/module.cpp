@@ -56,14 +56,16 @@ ModuleNode describe(const torch::jit::Module& module, const std::string& name) {
 
 }  // namespace
 
-ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module) : root_(describe(*module, "")) {
+ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module)
+    : root_(describe(*module, "")) {
   is_training_ = [module] { return module->is_training(); };
   train_ = [module](bool on) { module->train(on); };
   to_ = [module](at::Device device) { module->to(device); };
   collect();
 }
 
-ModuleRecord::ModuleRecord(torch::jit::Module module) : root_(describe(module, "")), is_torchscript_(true) {
+ModuleRecord::ModuleRecord(torch::jit::Module module)
+    : root_(describe(module, "")), is_torchscript_(true) {
   // A torch::jit::Module is a handle: the copies held here are the user's own object.
   is_training_ = [module] { return module.is_training(); };
   train_ = [module](bool on) mutable { module.train(on); };

@@ -223,8 +223,8 @@ LoaderCore::Pass LoaderCore::begin_pass() {
   loaded_stream_.clear();
   loaded_in_pass_ = next_epoch_was_set_ = left_early_ = false;
   progress_ = LoaderProgress();
-  progress_.fill_is_last =
-      context_.configuration.even_batches() && !context_.configuration.by_node() && !settings_.shard_by;
+  progress_.fill_is_last = context_.configuration.even_batches() &&
+                           !context_.configuration.by_node() && !settings_.shard_by;
   in_pass_ = true;
   if (context_.observer) context_.observer->loader_begins(progress_);
   return pass_;

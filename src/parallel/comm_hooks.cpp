@@ -17,7 +17,8 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 /// Sends each bucket in a narrower dtype. The division by the number of ranks comes first, so that
 /// the sum of p gradients cannot overflow fp16 where each alone does not.
-class CompressHook final : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::ProcessGroup>> {
+class CompressHook final
+    : public c10d::CppCommHookInterface<c10::intrusive_ptr<c10d::ProcessGroup>> {
  public:
   CompressHook(c10::intrusive_ptr<c10d::ProcessGroup> group, at::ScalarType dtype)
       : CppCommHookInterface(std::move(group)), dtype_(dtype) {}
@@ -38,8 +39,8 @@ class CompressHook final : public c10d::CppCommHookInterface<c10::intrusive_ptr<
   at::ScalarType dtype_;
 };
 
-/// See PowerSgdOptions. Runs its two all-reduces one after the other and waits for each: a bucket is
-/// done when the hook returns, so buckets do not overlap with each other or with backward.
+/// See PowerSgdOptions. Runs its two all-reduces one after the other and waits for each: a bucket
+/// is done when the hook returns, so buckets do not overlap with each other or with backward.
 class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
  public:
   PowerSgdHook(const comm::Group& group, const DdpOptions& options)
@@ -60,7 +61,8 @@ class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
       compress_(bucket, gradients);
     }
     if (bucket.isLast()) ++iteration_;
-    auto done = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices_of(gradients));
+    auto done =
+        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), devices_of(gradients));
     done->markCompleted(gradients);
     return done;
   }
@@ -109,15 +111,19 @@ class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
     std::vector<at::Tensor> whole;
     at::Tensor square;
     if (batched_) {
-      const auto side = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(gradients.numel()))));
+      const auto side =
+          static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(gradients.numel()))));
       square = at::zeros({side * side}, gradients.options());
       square.narrow(0, 0, gradients.numel()).copy_(gradients);
       matrices.push_back(square.view({side, side}));
     } else {
       for (const at::Tensor& gradient : bucket.getGradients()) {
-        const at::Tensor matrix = gradient.dim() == 0 ? gradient.view({1, 1}) : gradient.view({gradient.size(0), -1});
-        const int64_t rank = std::min({matrix.size(0), matrix.size(1), options_.matrix_approximation_rank()});
-        (worth_compressing(matrix.size(0), matrix.size(1), rank) ? matrices : whole).push_back(matrix);
+        const at::Tensor matrix =
+            gradient.dim() == 0 ? gradient.view({1, 1}) : gradient.view({gradient.size(0), -1});
+        const int64_t rank =
+            std::min({matrix.size(0), matrix.size(1), options_.matrix_approximation_rank()});
+        (worth_compressing(matrix.size(0), matrix.size(1), rank) ? matrices : whole)
+            .push_back(matrix);
       }
     }
     average_views_(whole);
@@ -125,10 +131,12 @@ class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
     if (!options_.warm_start() || memory.qs.size() != matrices.size()) {
       memory.qs.clear();
       for (const at::Tensor& matrix : matrices) {
-        const int64_t rank = std::min({matrix.size(0), matrix.size(1), options_.matrix_approximation_rank()});
-        // Drawn on the CPU from a generator of its own: equal on all ranks, and the program's random
-        // numbers stay what they were.
-        memory.qs.push_back(at::randn({matrix.size(1), rank}, generator_, at::kDouble).to(matrix.options()));
+        const int64_t rank =
+            std::min({matrix.size(0), matrix.size(1), options_.matrix_approximation_rank()});
+        // Drawn on the CPU from a generator of its own: equal on all ranks, and the program's
+        // random numbers stay what they were.
+        memory.qs.push_back(
+            at::randn({matrix.size(1), rank}, generator_, at::kDouble).to(matrix.options()));
       }
     }
     std::vector<at::Tensor> ps;
@@ -143,7 +151,8 @@ class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
       memory.qs[i] = at::mm(matrices[i].t(), ps[i]);
     }
     memory.qs = reduced(memory.qs, [this](const at::Tensor& flat) { average_(flat); });
-    for (const auto i : c10::irange(matrices.size())) matrices[i].copy_(at::mm(ps[i], memory.qs[i].t()));
+    for (const auto i : c10::irange(matrices.size()))
+      matrices[i].copy_(at::mm(ps[i], memory.qs[i].t()));
     if (square.defined()) gradients.copy_(square.narrow(0, 0, gradients.numel()));
 
     if (options_.use_error_feedback()) memory.error = before.sub_(gradients);
@@ -157,7 +166,8 @@ class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
   }
 
   template <class Reduce>
-  static std::vector<at::Tensor> reduced(const std::vector<at::Tensor>& parts, const Reduce& reduce) {
+  static std::vector<at::Tensor> reduced(const std::vector<at::Tensor>& parts,
+                                         const Reduce& reduce) {
     if (parts.empty()) return {};
     std::vector<at::Tensor> flat;
     for (const at::Tensor& part : parts) flat.push_back(part.reshape({-1}));
@@ -187,36 +197,46 @@ class PowerSgdHook final : public c10d::CppCommHookInterface<comm::Group> {
 
 }  // namespace
 
-std::unique_ptr<c10d::CommHookInterface> make_comm_hook(const DdpOptions& options, const comm::Group& group,
-                                                        const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
-  if (options.comm_wrapper() == CommHook::power_sgd || options.comm_wrapper() == CommHook::batched_power_sgd) {
+std::unique_ptr<c10d::CommHookInterface> make_comm_hook(
+    const DdpOptions& options, const comm::Group& group,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+  if (options.comm_wrapper() == CommHook::power_sgd ||
+      options.comm_wrapper() == CommHook::batched_power_sgd) {
     throw ConfigError(
-        "DdpOptions::comm_wrapper is a PowerSGD hook, and only no, fp16 and bf16 can wrap another hook. Set comm_hook "
+        "DdpOptions::comm_wrapper is a PowerSGD hook, and only no, fp16 and bf16 can wrap another "
+        "hook. Set comm_hook "
         "to it instead.");
   }
   if (options.comm_wrapper() != CommHook::no && options.comm_hook() != CommHook::power_sgd &&
       options.comm_hook() != CommHook::batched_power_sgd) {
     throw ConfigError(
-        "DdpOptions::comm_wrapper is set and comm_hook is not a PowerSGD hook, the only kind it wraps. To send gradients "
+        "DdpOptions::comm_wrapper is set and comm_hook is not a PowerSGD hook, the only kind it "
+        "wraps. To send gradients "
         "in fp16 or bf16, set comm_hook to that.");
   }
   switch (options.comm_hook()) {
-    case CommHook::no: return nullptr;
-    case CommHook::fp16: return std::make_unique<CompressHook>(process_group, at::kHalf);
-    case CommHook::bf16: return std::make_unique<CompressHook>(process_group, at::kBFloat16);
+    case CommHook::no:
+      return nullptr;
+    case CommHook::fp16:
+      return std::make_unique<CompressHook>(process_group, at::kHalf);
+    case CommHook::bf16:
+      return std::make_unique<CompressHook>(process_group, at::kBFloat16);
     case CommHook::power_sgd:
-    case CommHook::batched_power_sgd: break;
+    case CommHook::batched_power_sgd:
+      break;
   }
   const PowerSgdOptions& power = options.power_sgd();
   if ((power.use_error_feedback() || power.warm_start()) && power.start_iteration() < 2) {
-    throw ConfigError(
-        "PowerSgdOptions::start_iteration is " + std::to_string(power.start_iteration()) +
-        ", and error feedback or warm start need at least 2, because gradient buckets are laid out anew after the first "
-        "step. Raise it, or switch both off.");
+    throw ConfigError("PowerSgdOptions::start_iteration is " +
+                      std::to_string(power.start_iteration()) +
+                      ", and error feedback or warm start need at least 2, because gradient "
+                      "buckets are laid out anew after the first "
+                      "step. Raise it, or switch both off.");
   }
   if (power.matrix_approximation_rank() < 1) {
     throw ConfigError("PowerSgdOptions::matrix_approximation_rank is " +
-                      std::to_string(power.matrix_approximation_rank()) + ", and at least 1 is needed.");
+                      std::to_string(power.matrix_approximation_rank()) +
+                      ", and at least 1 is needed.");
   }
   return std::make_unique<PowerSgdHook>(group, options);
 }

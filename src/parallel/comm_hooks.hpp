@@ -10,7 +10,8 @@
 namespace accelerate::parallel {
 
 /// The hook that a Reducer is given for these options, or nothing for the plain all-reduce.
-std::unique_ptr<c10d::CommHookInterface> make_comm_hook(const DdpOptions& options, const comm::Group& group,
-                                                        const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
+std::unique_ptr<c10d::CommHookInterface> make_comm_hook(
+    const DdpOptions& options, const comm::Group& group,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
 }  // namespace accelerate::parallel

@@ -14,12 +14,13 @@ namespace {
 
 /// One line a tensor, from every rank; throws where the lines differ. A digest of all lines goes
 /// first, so that ranks which agree exchange a few bytes.
-void require_same_lines(const std::vector<std::string>& lines, const comm::Group& group, const char* what,
-                        const char* advice) {
+void require_same_lines(const std::vector<std::string>& lines, const comm::Group& group,
+                        const char* what, const char* advice) {
   const std::string all = text::join(lines, "\n", lines.size());
   const std::size_t digest = std::hash<std::string>{}(all);
   bool same = true;
-  for (const std::string& other : group.all_gather_bytes(std::to_string(digest))) same &= other == std::to_string(digest);
+  for (const std::string& other : group.all_gather_bytes(std::to_string(digest)))
+    same &= other == std::to_string(digest);
   if (same) return;
 
   std::vector<std::vector<std::string>> by_rank;
@@ -37,8 +38,8 @@ void require_same_lines(const std::vector<std::string>& lines, const comm::Group
       found += text::concat(rank == 0 ? "" : "; ", "rank ", rank, " has ", text);
     }
     if (differs) {
-      throw DistributedError(text::concat("The ranks do not hold the same module: ", what, " ", line, " differs: ", found,
-                                          ". ", advice),
+      throw DistributedError(text::concat("The ranks do not hold the same module: ", what, " ",
+                                          line, " differs: ", found, ". ", advice),
                              "verify_parameters", group.rank());
     }
   }
@@ -55,15 +56,18 @@ std::uint64_t checksum(const at::Tensor& tensor) {
 void require_same_structure(const std::vector<NamedTensor>& tensors, const comm::Group& group) {
   std::vector<std::string> lines;
   for (const auto& [name, tensor] : tensors) {
-    lines.push_back(text::concat(name, " ", tensor.scalar_type(), " [", text::join(tensor.sizes(), ", ", 64), "]",
+    lines.push_back(text::concat(name, " ", tensor.scalar_type(), " [",
+                                 text::join(tensor.sizes(), ", ", 64), "]",
                                  tensor.requires_grad() ? " trainable" : ""));
   }
-  require_same_lines(lines, group, "entry", "Construct the same module, with the same options, on every rank.");
+  require_same_lines(lines, group, "entry",
+                     "Construct the same module, with the same options, on every rank.");
 }
 
 void require_same_values(const std::vector<NamedTensor>& tensors, const comm::Group& group) {
   std::vector<std::string> lines;
-  for (const auto& [name, tensor] : tensors) lines.push_back(text::concat(name, " with checksum ", checksum(tensor)));
+  for (const auto& [name, tensor] : tensors)
+    lines.push_back(text::concat(name, " with checksum ", checksum(tensor)));
   require_same_lines(lines, group, "the value of entry",
                      "Something changed it on one rank only, outside the prepared optimizer.");
 }

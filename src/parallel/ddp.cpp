@@ -24,7 +24,8 @@ constexpr double kMiB = 1024.0 * 1024.0;
 // Parameters and buffers travel to the other ranks in pieces of this size, PyTorch's own.
 constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
 
-/// What the hooks on the parameters share with the strategy. Backward may run on threads of its own.
+/// What the hooks on the parameters share with the strategy. Backward may run on threads of its
+/// own.
 struct GradientWatch {
   /// Between a synchronising forward and the end of its backward: c10d::Reducer is listening.
   std::atomic<bool> reducing{false};
@@ -86,10 +87,10 @@ struct Ddp::Impl {
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      std::throw_with_nested(DistributedError(
-          text::concat("Data-parallel training failed in ", operation, " on rank ", group.rank(), " of ", group.size(),
-                       ". ", describe(error)),
-          operation, group.rank()));
+      std::throw_with_nested(
+          DistributedError(text::concat("Data-parallel training failed in ", operation, " on rank ",
+                                        group.rank(), " of ", group.size(), ". ", describe(error)),
+                           operation, group.rank()));
     }
   }
 
@@ -113,7 +114,8 @@ struct Ddp::Impl {
     int source = -1;  ///< the highest rank that still has a batch; -1 when none has
     bool sync = false;
   };
-  /// Collective. Whether this rank has a batch and will reduce its gradients, and what the others say.
+  /// Collective. Whether this rank has a batch and will reduce its gradients, and what the others
+  /// say.
   Announcement announce(bool active, bool sync) {
     const at::Tensor flags = at::tensor({active ? group.rank() : -1, active && sync ? 1 : 0},
                                         at::TensorOptions().device(device()).dtype(at::kInt));
@@ -132,7 +134,8 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   self.options = std::move(options);
   if (self.options.static_graph() && self.options.find_unused_parameters()) {
     throw ConfigError(
-        "DdpOptions has both static_graph and find_unused_parameters. A static graph finds its unused parameters by "
+        "DdpOptions has both static_graph and find_unused_parameters. A static graph finds its "
+        "unused parameters by "
         "itself in the first step; drop find_unused_parameters.");
   }
 
@@ -154,15 +157,17 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
     self.buffers.push_back(entry.tensor);
   }
   if (!unknown.empty()) {
-    throw ConfigError(text::concat("DdpOptions::ignored_parameters names ", text::join(unknown),
-                                   ", and the module has no such parameter or buffer. Names are dotted paths, for "
-                                   "example ",
-                                   module_.parameters().empty() ? "\"layer.weight\"" : module_.parameters().front().name,
-                                   "."));
+    throw ConfigError(text::concat(
+        "DdpOptions::ignored_parameters names ", text::join(unknown),
+        ", and the module has no such parameter or buffer. Names are dotted paths, for "
+        "example ",
+        module_.parameters().empty() ? "\"layer.weight\"" : module_.parameters().front().name,
+        "."));
   }
   if (self.parameters.empty()) {
     throw StateError(
-        "The module has no parameter that requires a gradient, so there is nothing to train in parallel. Prepare it with "
+        "The module has no parameter that requires a gradient, so there is nothing to train in "
+        "parallel. Prepare it with "
         "evaluation_mode, or switch requires_grad on for what should be trained.");
   }
 
@@ -197,7 +202,8 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
     self.reducer = std::make_unique<c10d::Reducer>(
         parameters, std::move(buckets), self.process_group,
         /*expect_sparse_gradients=*/std::vector<bool>(parameters.size(), false), bucket_bytes,
-        self.options.find_unused_parameters(), self.options.gradient_as_bucket_view(), std::move(names), first_bytes,
+        self.options.find_unused_parameters(), self.options.gradient_as_bucket_view(),
+        std::move(names), first_bytes,
         /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
         /*bucket_bytes_cap_list=*/std::vector<std::int64_t>{});
     if (self.options.static_graph()) self.reducer->set_static_graph();
@@ -210,8 +216,8 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
     // The slot holds one hook: keep what is there.
     auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter);
     auto next = std::move(slot);
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter,
-                                                   std::make_unique<ArrivalHook>(self.watch, std::move(next)));
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        parameter, std::make_unique<ArrivalHook>(self.watch, std::move(next)));
   }
 }
 
@@ -234,7 +240,8 @@ void Ddp::before_forward(const ForwardContext& context) {
   const bool training = module_.is_training();
   // In evaluation buffers stand still, so once after training is enough; ranks may then run
   // different numbers of evaluation batches.
-  const bool due = self.join ? reduces : (training && context.sync) || (!training && self.buffers_stale);
+  const bool due =
+      self.join ? reduces : (training && context.sync) || (!training && self.buffers_stale);
   if (due) {
     self.broadcast(self.buffers, buffer_source);
     self.buffers_stale = training;
@@ -244,7 +251,8 @@ void Ddp::before_forward(const ForwardContext& context) {
 void Ddp::after_forward(const ForwardContext& context, const std::vector<at::Tensor>& outputs) {
   Impl& self = *impl_;
   if (!context.grad_enabled || !context.sync) return;
-  self.translated("the preparation of backward", [&] { self.reducer->prepare_for_backward(outputs); });
+  self.translated("the preparation of backward",
+                  [&] { self.reducer->prepare_for_backward(outputs); });
   self.watch->reducing = true;
   self.delayed_reduction = self.static_graph_first_step();
 }
@@ -263,19 +271,23 @@ void Ddp::check_gradients() {
   self.finish_delayed_reduction();
   if (self.watch->unreduced) {
     throw StateError(
-        "Gradients arrived on this rank that were never averaged over the ranks, and a step on them would let the ranks "
-        "drift apart. Either the module itself was called instead of the prepared one, or one synchronising forward was "
-        "followed by two backwards. Call the module that prepare() returned, put accumulated micro-batches inside "
+        "Gradients arrived on this rank that were never averaged over the ranks, and a step on "
+        "them would let the ranks "
+        "drift apart. Either the module itself was called instead of the prepared one, or one "
+        "synchronising forward was "
+        "followed by two backwards. Call the module that prepare() returned, put accumulated "
+        "micro-batches inside "
         "accumulate() or no_sync(), or clear the gradients first.");
   }
   try {
     self.reducer->check_finalized();
   } catch (const std::exception& error) {
-    std::throw_with_nested(StateError(
-        text::concat("Some parameters got no gradient in the last backward, so the averaging over the ranks did not end. "
-                     "Set DdpOptions::find_unused_parameters if the module does not always use all of them, or "
-                     "static_graph if it uses the same ones in every step. ",
-                     describe(error))));
+    std::throw_with_nested(StateError(text::concat(
+        "Some parameters got no gradient in the last backward, so the averaging over the ranks did "
+        "not end. "
+        "Set DdpOptions::find_unused_parameters if the module does not always use all of them, or "
+        "static_graph if it uses the same ones in every step. ",
+        describe(error))));
   }
 }
 
@@ -309,7 +321,8 @@ void Ddp::shadow_until_all_joined() {
     // Whoever still runs while this rank only shadows has trained on more.
     was_last = false;
     self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
-    if (self.options.broadcast_buffers() && !self.buffers.empty() && sync) self.broadcast(self.buffers, source);
+    if (self.options.broadcast_buffers() && !self.buffers.empty() && sync)
+      self.broadcast(self.buffers, source);
     if (!sync) continue;
     self.translated("the gradient all-reduce", [&] {
       std::vector<c10::intrusive_ptr<c10::ivalue::Future>> pending;
@@ -324,9 +337,10 @@ void Ddp::shadow_until_all_joined() {
       self.reducer->push_rebuilt_params_for_all_indices();
     });
   }
-  // The last to join is the rank whose module saw every step; the highest such rank, as all must agree.
-  const at::Tensor source =
-      at::full({1}, was_last ? self.group.rank() : -1, at::TensorOptions().device(self.device()).dtype(at::kInt));
+  // The last to join is the rank whose module saw every step; the highest such rank, as all must
+  // agree.
+  const at::Tensor source = at::full({1}, was_last ? self.group.rank() : -1,
+                                     at::TensorOptions().device(self.device()).dtype(at::kInt));
   self.group.all_reduce(source, comm::ReduceOp::max).wait();
   std::vector<at::Tensor> states;
   for (const NamedTensor& entry : self.states) states.push_back(entry.tensor.detach());

@@ -18,7 +18,8 @@ namespace {
 using Kind = std::pair<at::Device, at::ScalarType>;
 struct KindLess {
   bool operator()(const Kind& a, const Kind& b) const {
-    return std::tuple(a.first.type(), a.first.index(), a.second) < std::tuple(b.first.type(), b.first.index(), b.second);
+    return std::tuple(a.first.type(), a.first.index(), a.second) <
+           std::tuple(b.first.type(), b.first.index(), b.second);
   }
 };
 
@@ -55,7 +56,8 @@ at::Tensor Strategy::grad_norm(double p) const {
 
 void Strategy::scale_gradients_(const at::Tensor& factor) {
   const at::NoGradGuard no_grad;
-  for (auto& [kind, gradients] : gradients_by_kind(module_)) at::_foreach_mul_(gradients, factor.to(kind.first));
+  for (auto& [kind, gradients] : gradients_by_kind(module_))
+    at::_foreach_mul_(gradients, factor.to(kind.first));
 }
 
 void Strategy::clip_grad_value_(double limit) {

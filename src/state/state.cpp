@@ -24,7 +24,8 @@ std::unique_ptr<State>& slot() {
 std::string describe(const StateOptions& options) {
   return text::concat("cpu ", options.cpu() ? "on" : "off", ", backend ",
                       comm::to_string(options.backend()), ", timeout ",
-                      options.timeout() ? text::format_seconds(static_cast<double>(options.timeout()->count()) / 1e3)
+                      options.timeout() ? text::format_seconds(
+                                              static_cast<double>(options.timeout()->count()) / 1e3)
                                         : std::string("default"),
                       ", debug ", options.debug() ? "on" : "off", ", device ",
                       options.device() ? options.device()->str() : std::string("by local rank"));
@@ -34,8 +35,8 @@ std::string describe(const StateOptions& options) {
 
 bool StateOptions::operator==(const StateOptions& other) const {
   return cpu() == other.cpu() && backend() == other.backend() && timeout() == other.timeout() &&
-         heartbeat_timeout() == other.heartbeat_timeout() &&
-         debug() == other.debug() && device() == other.device();
+         heartbeat_timeout() == other.heartbeat_timeout() && debug() == other.debug() &&
+         device() == other.device();
 }
 
 at::Device choose_device(const StateOptions& options, int local_rank) {
@@ -47,10 +48,12 @@ at::Device choose_device(const StateOptions& options, int local_rank) {
       throw ConfigError(text::concat("StateOptions asks for the CPU and for device ", device.str(),
                                      ". Drop one of the two."));
     }
-    if (!device.is_cpu() && (!accelerator || device.type() != *accelerator || device.index() >= count)) {
-      throw ConfigError(text::concat("Device ", device.str(), " was asked for, and this machine has ", count, " ",
-                                     accelerator ? at::DeviceTypeName(*accelerator, /*lower_case=*/true) : "accelerator",
-                                     " device(s). Choose another, or none for the choice by local rank."));
+    if (!device.is_cpu() &&
+        (!accelerator || device.type() != *accelerator || device.index() >= count)) {
+      throw ConfigError(text::concat(
+          "Device ", device.str(), " was asked for, and this machine has ", count, " ",
+          accelerator ? at::DeviceTypeName(*accelerator, /*lower_case=*/true) : "accelerator",
+          " device(s). Choose another, or none for the choice by local rank."));
     }
     return device;
   }
@@ -71,40 +74,43 @@ State::State(const StateOptions& options, const Environment& environment)
   log::set_process(topology_.rank, topology_.world_size, topology_.local_rank);
   if (!device_.is_cpu()) at::accelerator::setDeviceIndex(device_.index());
   if (topology_.world_size > 1) {
-    auto world = comm::WorldOptions().backend(options.backend()).debug(options.debug()).device(device_);
+    auto world =
+        comm::WorldOptions().backend(options.backend()).debug(options.debug()).device(device_);
     if (options.timeout()) world.timeout(*options.timeout());
     if (options.heartbeat_timeout()) world.heartbeat_timeout(*options.heartbeat_timeout());
     world_ = comm::create_world(topology_, world);
   }
   if (options.debug()) {
-    log::info(text::concat("rank ", topology_.rank, " of ", topology_.world_size, " (local ", topology_.local_rank,
-                           " of ", topology_.local_world_size, ", node ", topology_.node_rank, ") on ", device_.str(),
-                           ", backend ", world_.backend(), ", timeout ",
-                           text::format_seconds(static_cast<double>(world_.timeout().count()) / 1e3)),
-              log::Ranks::all);
+    log::info(
+        text::concat("rank ", topology_.rank, " of ", topology_.world_size, " (local ",
+                     topology_.local_rank, " of ", topology_.local_world_size, ", node ",
+                     topology_.node_rank, ") on ", device_.str(), ", backend ", world_.backend(),
+                     ", timeout ",
+                     text::format_seconds(static_cast<double>(world_.timeout().count()) / 1e3)),
+        log::Ranks::all);
   }
 }
 
-State::~State() {
-  comm::shutdown(world_);
-}
+State::~State() { comm::shutdown(world_); }
 
 State& State::initialize(const StateOptions& options, const Environment& environment) {
   const std::lock_guard lock(state_mutex());
   if (!slot()) {
     slot().reset(new State(options, environment));
   } else if (!(slot()->options() == options)) {
-    throw StateError(text::concat("The process is already set up with ", describe(slot()->options()),
-                                  ", and now another set-up was asked for: ", describe(options),
-                                  ". A process has one State: use the same options, or call State::shutdown() first, on "
-                                  "every rank."));
+    throw StateError(text::concat(
+        "The process is already set up with ", describe(slot()->options()),
+        ", and now another set-up was asked for: ", describe(options),
+        ". A process has one State: use the same options, or call State::shutdown() first, on "
+        "every rank."));
   }
   return *slot();
 }
 
 State& State::instance() {
   const std::lock_guard lock(state_mutex());
-  if (!slot()) throw StateError("The State was used before it exists. Create an Accelerator first.");
+  if (!slot())
+    throw StateError("The State was used before it exists. Create an Accelerator first.");
   return *slot();
 }
 

@@ -9,8 +9,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
 #include <torch/torch.h>
+#include <nlohmann/json.hpp>
 
 #include <filesystem>
 #include <fstream>
@@ -34,7 +34,8 @@ TORCH_MODULE(Scale);
 struct Numbers : torch::data::datasets::Dataset<Numbers> {
   explicit Numbers(int64_t count) : count(count) {}
   torch::data::Example<> get(size_t i) override {
-    return {torch::full({1}, static_cast<double>(i), torch::kDouble), torch::full({1}, static_cast<int64_t>(i))};
+    return {torch::full({1}, static_cast<double>(i), torch::kDouble),
+            torch::full({1}, static_cast<int64_t>(i))};
   }
   torch::optional<size_t> size() const override { return count; }
   int64_t count;
@@ -60,7 +61,8 @@ TEST(Prepare, TakesAnyOrderAndKeepsTypes) {
   Scale scale;
   torch::optim::SGD sgd(scale->parameters(), 0.1);
   auto schedule = optim::constant_schedule(sgd);
-  auto [loader, scheduler, optimizer, model] = accelerator.prepare(numbers(8, 2), schedule, sgd, scale);
+  auto [loader, scheduler, optimizer, model] =
+      accelerator.prepare(numbers(8, 2), schedule, sgd, scale);
   static_assert(std::is_same_v<decltype(model), PreparedModule<ScaleImpl>>);
   static_assert(std::is_same_v<decltype(optimizer), PreparedOptimizer<torch::optim::SGD>>);
   static_assert(std::is_same_v<decltype(scheduler), PreparedScheduler<optim::LambdaLR>>);
@@ -117,7 +119,8 @@ TEST(Prepare, SchedulerOfAnUnpreparedOptimizerIsAnError) {
   torch::optim::SGD other(scale->parameters(), 0.1);
   (void)accelerator.prepare(sgd);
   auto schedule = optim::constant_schedule(other);
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(schedule); }), HasSubstr("has not been prepared"));
+  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(schedule); }),
+              HasSubstr("has not been prepared"));
 }
 
 TEST(Prepare, ModuleOnAnotherDeviceIsAnErrorWithoutPlacement) {
@@ -140,8 +143,10 @@ TEST(Backward, AccumulationNeedsThePreparedOptimizer) {
 
 TEST(Backward, RefusesWhatIsNoLoss) {
   Accelerator accelerator;
-  EXPECT_THAT(message_of([&] { accelerator.backward(torch::ones({2}, torch::requires_grad())); }), HasSubstr("[2]"));
-  EXPECT_THAT(message_of([&] { accelerator.backward(torch::ones({})); }), HasSubstr("does not require gradients"));
+  EXPECT_THAT(message_of([&] { accelerator.backward(torch::ones({2}, torch::requires_grad())); }),
+              HasSubstr("[2]"));
+  EXPECT_THAT(message_of([&] { accelerator.backward(torch::ones({})); }),
+              HasSubstr("does not require gradients"));
   EXPECT_THAT(message_of([&] { accelerator.backward(torch::Tensor()); }), HasSubstr("undefined"));
 }
 
@@ -152,7 +157,9 @@ TEST(Backward, CountsMakeTheMeanOfAllTokens) {
   Scale scale;
   torch::optim::SGD sgd(scale->parameters(), 1.0);
   auto [model, optimizer] = accelerator.prepare(scale, sgd);
-  const auto tokens = [](int rank, int64_t micro) { return torch::arange(1, 2 + rank + 2 * micro, torch::kDouble); };
+  const auto tokens = [](int rank, int64_t micro) {
+    return torch::arange(1, 2 + rank + 2 * micro, torch::kDouble);
+  };
   double sum = 0;
   double count = 0;
   for (int rank = 0; rank < world().size(); ++rank) {
@@ -200,7 +207,8 @@ TEST(Clip, LooseParametersGiveTheSameNorm) {
   auto model = accelerator.prepare(linear);
   accelerator.backward(model(torch::ones({2, 4})).square().sum());
   const auto norm = accelerator.clip_grad_norm_(model, std::numeric_limits<double>::infinity());
-  EXPECT_FLOAT_EQ(accelerator.clip_grad_norm_(linear->parameters(), 0.5).item<float>(), norm.item<float>());
+  EXPECT_FLOAT_EQ(accelerator.clip_grad_norm_(linear->parameters(), 0.5).item<float>(),
+                  norm.item<float>());
   EXPECT_NEAR(model.strategy().grad_norm(2).item<double>(), 0.5, 1e-5);
 }
 
@@ -208,15 +216,18 @@ TEST(Metrics, GatherLeavesRepeatedSamplesOut) {
   for (const bool even : {true, false}) {
     for (const int64_t count : {1, 5, 7, 8, 11}) {
       if (!even && count < 2 * world().size()) continue;
-      Accelerator accelerator(AcceleratorOptions().dataloader(data::DataLoaderConfiguration().even_batches(even)));
+      Accelerator accelerator(
+          AcceleratorOptions().dataloader(data::DataLoaderConfiguration().even_batches(even)));
       auto loader = accelerator.prepare(numbers(count, 2));
       std::vector<int64_t> seen;
       auto all = accelerator.collect_for_metrics<torch::Tensor>();
       for (auto& batch : loader) {
         all.add(batch.target);
-        // With uneven batches a rank may have none in the last round: only whole rounds are gathered.
+        // With uneven batches a rank may have none in the last round: only whole rounds are
+        // gathered.
         if (!even) continue;
-        const auto [numbers, ids] = accelerator.gather_for_metrics(std::pair(batch.data, batch.target));
+        const auto [numbers, ids] =
+            accelerator.gather_for_metrics(std::pair(batch.data, batch.target));
         EXPECT_EQ(numbers.size(0), ids.size(0));
         for (int64_t i = 0; i < ids.size(0); ++i) seen.push_back(ids[i].item<int64_t>());
       }
@@ -257,14 +268,16 @@ TEST(Split, IsContiguousAndPadsWithTheLastItem) {
   EXPECT_EQ(split_between(std::string("ABC"), 1, 2), "C");
   EXPECT_EQ(split_between(std::string("ABC"), 1, 2, true), "CC");
   EXPECT_THAT(split_between(std::vector<int>{1, 2}, 0, 4, true), ElementsAre(1));
-  for (int rank = 1; rank < 4; ++rank) EXPECT_THAT(split_between(std::vector<int>{1, 2}, rank, 4, true), ElementsAre(2));
+  for (int rank = 1; rank < 4; ++rank)
+    EXPECT_THAT(split_between(std::vector<int>{1, 2}, rank, 4, true), ElementsAre(2));
   EXPECT_TRUE(split_between(std::vector<int>{1, 2}, 3, 4).empty());
   EXPECT_TRUE(split_between(std::vector<int>{}, 0, 2, true).empty());
   const auto rows = split_between(torch::arange(5), 1, 2, true);
   EXPECT_TRUE(torch::equal(rows, torch::tensor({3, 4, 4}))) << rows;
   const std::map<std::string, std::vector<int>> lists{{"a", {1, 2, 3}}, {"b", {4, 5, 6}}};
   EXPECT_THAT(split_between(lists, 1, 2).at("b"), ElementsAre(6));
-  EXPECT_THROW(split_between(std::map<std::string, std::vector<int>>{{"a", {1}}, {"b", {}}}, 0, 2), DataError);
+  EXPECT_THROW(split_between(std::map<std::string, std::vector<int>>{{"a", {1}}, {"b", {}}}, 0, 2),
+               DataError);
   EXPECT_THROW(split_between(torch::ones({}), 0, 2), DataError);
 }
 
@@ -272,9 +285,7 @@ TEST(Processes, MainGoesFirstAndItsFailureReachesAll) {
   Accelerator accelerator;
   std::vector<int> order;
   const torch::Tensor first = torch::zeros({1});
-  accelerator.main_process_first([&] {
-    order.push_back(accelerator.process_index());
-  });
+  accelerator.main_process_first([&] { order.push_back(accelerator.process_index()); });
   EXPECT_THAT(order, ElementsAre(accelerator.process_index()));
   bool ran = false;
   const std::string message = message_of([&] {
@@ -288,7 +299,8 @@ TEST(Processes, MainGoesFirstAndItsFailureReachesAll) {
   int runs = 0;
   accelerator.on_main_process([&] { ++runs; });
   accelerator.on_last_process([&] { runs += 10; });
-  EXPECT_EQ(runs, (accelerator.is_main_process() ? 1 : 0) + (accelerator.is_last_process() ? 10 : 0));
+  EXPECT_EQ(runs,
+            (accelerator.is_main_process() ? 1 : 0) + (accelerator.is_last_process() ? 10 : 0));
 }
 
 TEST(Processes, TriggerOfOneIsSeenByAllOnce) {
@@ -330,8 +342,10 @@ TEST(Precision, Bf16ComputesInBf16AndReturnsFp32) {
 
 TEST(Precision, WhatTheDeviceCannotDoIsRefused) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "this is about the CPU";
-  EXPECT_THROW(Accelerator(AcceleratorOptions().mixed_precision(MixedPrecision::fp16)), PrecisionError);
-  EXPECT_THROW(Accelerator(AcceleratorOptions().mixed_precision(MixedPrecision::fp8)), UnsupportedError);
+  EXPECT_THROW(Accelerator(AcceleratorOptions().mixed_precision(MixedPrecision::fp16)),
+               PrecisionError);
+  EXPECT_THROW(Accelerator(AcceleratorOptions().mixed_precision(MixedPrecision::fp8)),
+               UnsupportedError);
 }
 
 TEST(Profile, WritesATraceOfEachCycle) {
@@ -339,7 +353,8 @@ TEST(Profile, WritesATraceOfEachCycle) {
   char pattern[] = "/tmp/accelerate-profile-XXXXXX";
   const std::string folder = mkdtemp(pattern);
   const auto multiply = [] { return torch::mm(torch::ones({8, 8}), torch::ones({8, 8})); };
-  accelerator.profile(ProfileOptions().output_trace_dir(folder).record_shapes(true), [&](Profiler&) { multiply(); });
+  accelerator.profile(ProfileOptions().output_trace_dir(folder).record_shapes(true),
+                      [&](Profiler&) { multiply(); });
   const auto trace_of = [&](const std::string& name) {
     std::ifstream file(folder + "/" + name);
     return std::string(std::istreambuf_iterator<char>(file), {});
@@ -360,12 +375,17 @@ TEST(Profile, WritesATraceOfEachCycle) {
   for (const char* cycle : {"_0", "_1"}) {
     const std::string trace = trace_of("profile_" + rank + cycle + ".json");
     EXPECT_THAT(trace, HasSubstr("aten::mm"));
-    EXPECT_THAT(trace, ::testing::Not(HasSubstr("aten::cumsum"))) << "waiting and warming up were kept";
+    EXPECT_THAT(trace, ::testing::Not(HasSubstr("aten::cumsum")))
+        << "waiting and warming up were kept";
   }
-  EXPECT_THROW(accelerator.profile(ProfileOptions().schedule(ProfileSchedule().active(0)), [](Profiler&) {}), ConfigError);
-  EXPECT_THROW(accelerator.profile(ProfileOptions().output_trace_dir("/proc/nowhere"), [&](Profiler&) { multiply(); }),
+  EXPECT_THROW(
+      accelerator.profile(ProfileOptions().schedule(ProfileSchedule().active(0)), [](Profiler&) {}),
+      ConfigError);
+  EXPECT_THROW(accelerator.profile(ProfileOptions().output_trace_dir("/proc/nowhere"),
+                                   [&](Profiler&) { multiply(); }),
                ConfigError);
-  for (const auto& file : std::filesystem::directory_iterator(folder)) std::filesystem::remove(file);
+  for (const auto& file : std::filesystem::directory_iterator(folder))
+    std::filesystem::remove(file);
   std::filesystem::remove(folder);
 }
 
@@ -373,8 +393,10 @@ TEST(State, OneProcessHasOne) {
   Accelerator accelerator;
   EXPECT_EQ(&accelerator.state(), &State::instance());
   const bool debug = accelerator.state().options().debug();
-  EXPECT_THAT(message_of([&] { Accelerator(AcceleratorOptions().debug(!debug)); }), HasSubstr("already set up"));
-  EXPECT_THROW(Accelerator(AcceleratorOptions().strategy(StrategyKind::single).debug(!debug)), StateError);
+  EXPECT_THAT(message_of([&] { Accelerator(AcceleratorOptions().debug(!debug)); }),
+              HasSubstr("already set up"));
+  EXPECT_THROW(Accelerator(AcceleratorOptions().strategy(StrategyKind::single).debug(!debug)),
+               StateError);
   if (world().size() > 1) {
     EXPECT_THROW(Accelerator(AcceleratorOptions().strategy(StrategyKind::single)), ConfigError);
   }
@@ -395,7 +417,8 @@ TEST(State, RandomNumbersAreSynchronisedBeforeEachPass) {
 
 TEST(Resolve, ArgumentBeforeEnvironmentBeforeFileBeforeDefault) {
   const Json file{{"mixed_precision", "bf16"}, {"gradient_accumulation_steps", 8}, {"timeout", 5}};
-  const Environment environment{{"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"}, {"ACCELERATE_TIMEOUT", "2.5"}};
+  const Environment environment{{"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"},
+                                {"ACCELERATE_TIMEOUT", "2.5"}};
   auto resolved = resolve(AcceleratorOptions().gradient_accumulation_steps(2), environment, file);
   EXPECT_EQ(resolved.gradient_accumulation.num_steps(), 2);
   EXPECT_EQ(resolved.mixed_precision, MixedPrecision::bf16);
@@ -414,7 +437,9 @@ TEST(Resolve, ArgumentBeforeEnvironmentBeforeFileBeforeDefault) {
 
 TEST(Resolve, SaysWhereSomethingUnusableWasSaid) {
   const auto with = [](const char* name, const char* value) {
-    return message_of([&] { resolve(AcceleratorOptions(), Environment{{name, value}}, Json::object()); });
+    return message_of([&] {
+      resolve(AcceleratorOptions(), Environment{{name, value}}, Json::object());
+    });
   };
   EXPECT_THAT(with("ACCELERATE_MIXED_PRECISION", "int4"), HasSubstr("ACCELERATE_MIXED_PRECISION"));
   EXPECT_THAT(with("ACCELERATE_STRATEGY", "fast"), HasSubstr("ddp"));
@@ -424,26 +449,36 @@ TEST(Resolve, SaysWhereSomethingUnusableWasSaid) {
   EXPECT_THAT(with("ACCELERATE_TIMEOUT", "0"), HasSubstr("greater than 0"));
   EXPECT_THAT(with("ACCELERATE_TORCH_DEVICE", "gpu7"), HasSubstr("cuda:0"));
   EXPECT_THAT(with("ACCELERATE_DEBUG_MODE", "perhaps"), HasSubstr("perhaps"));
-  EXPECT_THAT(message_of([] { resolve(AcceleratorOptions(), Environment(), Json{{"mixed_percision", "no"}}); }),
+  EXPECT_THAT(message_of([] {
+                resolve(AcceleratorOptions(), Environment(), Json{{"mixed_percision", "no"}});
+              }),
               HasSubstr("mixed_percision"));
-  EXPECT_THROW(resolve(AcceleratorOptions().gradient_accumulation(GradientAccumulationOptions().num_steps(2)).gradient_accumulation_steps(3),
+  EXPECT_THROW(resolve(AcceleratorOptions()
+                           .gradient_accumulation(GradientAccumulationOptions().num_steps(2))
+                           .gradient_accumulation_steps(3),
                        Environment(), Json::object()),
                ConfigError);
-  EXPECT_THROW(read_config_file(AcceleratorOptions().config_file("/nonexistent/file.json"), Environment()), ConfigError);
+  EXPECT_THROW(
+      read_config_file(AcceleratorOptions().config_file("/nonexistent/file.json"), Environment()),
+      ConfigError);
 }
 
 TEST(Resolve, NamesWhatLibTorchDoesNotHave) {
-  for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{{"ACCELERATE_USE_XLA", "true"},
-                                                                                    {"ACCELERATE_USE_TPU", "1"},
-                                                                                    {"ACCELERATE_USE_MPS_DEVICE", "yes"},
-                                                                                    {"ACCELERATE_DYNAMO_BACKEND", "inductor"},
-                                                                                    {"ACCELERATE_USE_MEGATRON_LM", "true"},
-                                                                                    {"ACCELERATE_USE_FSDP", "true"},
-                                                                                    {"ACCELERATE_USE_DEEPSPEED", "true"},
-                                                                                    {"ACCELERATE_TORCH_DEVICE", "mps"}}) {
-    EXPECT_THROW(resolve(AcceleratorOptions(), Environment{{name, value}}, Json::object()), UnsupportedError) << name;
+  for (const auto& [name, value] :
+       std::vector<std::pair<std::string, std::string>>{{"ACCELERATE_USE_XLA", "true"},
+                                                        {"ACCELERATE_USE_TPU", "1"},
+                                                        {"ACCELERATE_USE_MPS_DEVICE", "yes"},
+                                                        {"ACCELERATE_DYNAMO_BACKEND", "inductor"},
+                                                        {"ACCELERATE_USE_MEGATRON_LM", "true"},
+                                                        {"ACCELERATE_USE_FSDP", "true"},
+                                                        {"ACCELERATE_USE_DEEPSPEED", "true"},
+                                                        {"ACCELERATE_TORCH_DEVICE", "mps"}}) {
+    EXPECT_THROW(resolve(AcceleratorOptions(), Environment{{name, value}}, Json::object()),
+                 UnsupportedError)
+        << name;
   }
-  EXPECT_NO_THROW(resolve(AcceleratorOptions(), Environment{{"ACCELERATE_DYNAMO_BACKEND", "no"}}, Json::object()));
+  EXPECT_NO_THROW(resolve(AcceleratorOptions(), Environment{{"ACCELERATE_DYNAMO_BACKEND", "no"}},
+                          Json::object()));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Training on a GPU through the facade: alone, and several processes that share one device over Gloo
-// or MPI; NCCL in a group of one. Skipped, and said so, where there is no device.
+// Training on a GPU through the facade: alone, and several processes that share one device over
+// Gloo or MPI; NCCL in a group of one. Skipped, and said so, where there is no device.
 
 #include "support/distributed.hpp"
 
@@ -8,8 +8,8 @@
 #include <accelerate/accelerate.hpp>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace accelerate {
 namespace {
@@ -25,7 +25,8 @@ class Cuda : public ::testing::Test {
 
 torch::nn::Sequential make_net() {
   torch::manual_seed(3);
-  return torch::nn::Sequential(torch::nn::Linear(8, 32), torch::nn::Tanh(), torch::nn::Linear(32, 4));
+  return torch::nn::Sequential(torch::nn::Linear(8, 32), torch::nn::Tanh(),
+                               torch::nn::Linear(32, 4));
 }
 
 TEST_F(Cuda, TrainsAsOneProcessOnTheWholeBatch) {
@@ -40,7 +41,8 @@ TEST_F(Cuda, TrainsAsOneProcessOnTheWholeBatch) {
   auto [model, optimizer] = accelerator.prepare(net, sgd);
   for (int step = 0; step < 4; ++step) {
     torch::manual_seed(step);
-    const auto batch = torch::randn({4 * world().size(), 8}, torch::kDouble).to(accelerator.device());
+    const auto batch =
+        torch::randn({4 * world().size(), 8}, torch::kDouble).to(accelerator.device());
     accelerator.backward(model(batch.narrow(0, 4 * world().rank(), 4)).square().mean());
     accelerator.clip_grad_norm_(model, 0.5);
     optimizer.step();
@@ -86,7 +88,8 @@ TEST_F(Cuda, Fp16TrainsAndSkipsOverflowingStepsOnAllRanks) {
 
 TEST_F(Cuda, NcclReducesInAGroupOfOne) {
   if (!comm::have_nccl()) GTEST_SKIP() << "NOT RUN: built without NCCL.";
-  const auto backend = comm::make_nccl_backend(c10::make_intrusive<c10d::HashStore>(), 0, 1, std::chrono::seconds(30));
+  const auto backend = comm::make_nccl_backend(c10::make_intrusive<c10d::HashStore>(), 0, 1,
+                                               std::chrono::seconds(30));
   std::vector<torch::Tensor> tensors{torch::full({1000}, 3.0, torch::kCUDA)};
   backend->allreduce(tensors)->wait();
   torch::cuda::synchronize();

@@ -14,6 +14,7 @@
 #include <sys/resource.h>
 
 #include <chrono>
+#include <csignal>
 #include <thread>
 
 namespace accelerate::comm {
@@ -241,6 +242,13 @@ TEST(Mesh, RefusesWhatDoesNotFit) {
   const Mesh line(world(), {{"a", 1}, {"b", world().size()}});
   EXPECT_EQ(line.group("a").size(), 1);
   EXPECT_EQ(line.group("b").size(), world().size());
+}
+
+TEST(World, WritingToADeadProcessIsAnErrorAndNoSignal) {
+  if (world().size() == 1) GTEST_SKIP() << "one process writes to nobody";
+  struct sigaction current {};
+  ASSERT_EQ(::sigaction(SIGPIPE, nullptr, &current), 0);
+  EXPECT_EQ(current.sa_handler, SIG_IGN);
 }
 
 }  // namespace

@@ -286,8 +286,8 @@ TEST(Failure, ATimeoutNamesTheOperationAndWhoIsBehind) {
       .set("FAILURE_VICTIM", "2")
       .set("ACCELERATE_HEARTBEAT_TIMEOUT", "30")
       .start_all();
-  // Two ranks wait for the third. Where one of them is clearly first to time out and end, the other may
-  // see that end before its own time is up.
+  // Two ranks wait for the third. Where one of them is clearly first to time out and end, the other
+  // may see that end before its own time is up.
   int timed_out = 0;
   for (const int rank : {0, 1}) {
     const auto outcome = run.outcome(rank);

@@ -15,18 +15,20 @@ TORCH_MODULE(Net);
 
 struct Products : torch::data::datasets::Dataset<Products> {
   torch::Tensor pairs = torch::rand({4096, 2}) * 2 - 1;
-  torch::data::Example<> get(size_t i) override { return {pairs[i], pairs[i].prod(0, /*keepdim=*/true)}; }
+  torch::data::Example<> get(size_t i) override {
+    return {pairs[i], pairs[i].prod(0, /*keepdim=*/true)};
+  }
   torch::optional<size_t> size() const override { return pairs.size(0); }
 };
 using Batches = decltype(Products().map(torch::data::transforms::Stack<>()));
 
-#define SNIPPET_NAMES                                                                      \
-  accelerate::Accelerator accelerator;                                                     \
-  Net net;                                                                                 \
-  torch::optim::AdamW adam(net->parameters(), 1e-3);                                       \
-  torch::optim::StepLR schedule(adam, 10);                                                 \
-  Batches dataset = Products().map(torch::data::transforms::Stack<>());                    \
-  auto options = torch::data::DataLoaderOptions().batch_size(64);                          \
-  auto plan = accelerate::data::loader(dataset, options);                                  \
-  auto [model, optimizer, scheduler, loader, held_out] =                                   \
-      accelerator.prepare(net, adam, schedule, plan, accelerate::data::loader(dataset, options).shuffle(false));
+#define SNIPPET_NAMES                                                         \
+  accelerate::Accelerator accelerator;                                        \
+  Net net;                                                                    \
+  torch::optim::AdamW adam(net->parameters(), 1e-3);                          \
+  torch::optim::StepLR schedule(adam, 10);                                    \
+  Batches dataset = Products().map(torch::data::transforms::Stack<>());       \
+  auto options = torch::data::DataLoaderOptions().batch_size(64);             \
+  auto plan = accelerate::data::loader(dataset, options);                     \
+  auto [model, optimizer, scheduler, loader, held_out] = accelerator.prepare( \
+      net, adam, schedule, plan, accelerate::data::loader(dataset, options).shuffle(false));

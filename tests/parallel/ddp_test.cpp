@@ -1,5 +1,5 @@
-// Data parallelism on several ranks. The truth is the same module on the whole batch in one process,
-// which every rank computes for itself.
+// Data parallelism on several ranks. The truth is the same module on the whole batch in one
+// process, which every rank computes for itself.
 
 #include "support/distributed.hpp"
 
@@ -41,19 +41,22 @@ torch::Tensor whole_batch(int64_t step) {
   auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(100 + step));
   return torch::randn({kRows * world().size(), 6}, generator, torch::kDouble);
 }
-torch::Tensor own_rows(const torch::Tensor& batch) { return batch.narrow(0, kRows * world().rank(), kRows); }
+torch::Tensor own_rows(const torch::Tensor& batch) {
+  return batch.narrow(0, kRows * world().rank(), kRows);
+}
 
 /// The largest difference between two modules' parameters.
 double difference(const torch::nn::Module& a, const torch::nn::Module& b) {
   double most = 0;
   for (const auto& entry : a.named_parameters()) {
-    most = std::max(most, (entry.value() - *b.named_parameters().find(entry.key())).abs().max().item<double>());
+    most = std::max(
+        most, (entry.value() - *b.named_parameters().find(entry.key())).abs().max().item<double>());
   }
   return most;
 }
 
-/// Trains for some steps on this rank's rows under `options`, and alone on all rows; returns how far
-/// apart the modules end.
+/// Trains for some steps on this rank's rows under `options`, and alone on all rows; returns how
+/// far apart the modules end.
 double train_and_compare(const DdpOptions& options, int64_t steps = 4, double lr = 0.1) {
   Net net = make_net();
   Net alone = make_net();
@@ -80,7 +83,8 @@ TEST(Ddp, TrainsAsOneProcessOnTheWholeBatch) {
   EXPECT_LT(train_and_compare(DdpOptions().bucket_cap_mb(0.001).first_bucket_mb(0.0005)), 1e-12);
   EXPECT_LT(train_and_compare(DdpOptions().find_unused_parameters(true)), 1e-12);
   EXPECT_LT(train_and_compare(DdpOptions().static_graph(true)), 1e-12);
-  EXPECT_LT(train_and_compare(DdpOptions().static_graph(true).gradient_as_bucket_view(true)), 1e-12);
+  EXPECT_LT(train_and_compare(DdpOptions().static_graph(true).gradient_as_bucket_view(true)),
+            1e-12);
 }
 
 TEST(Ddp, CompressionHooksStayNearTheTruth) {
@@ -93,8 +97,10 @@ TEST(Ddp, CompressionHooksStayNearTheTruth) {
 }
 
 TEST(Ddp, PowerSgdWithFullRankLosesNothing) {
-  const auto power = PowerSgdOptions().start_iteration(2).min_compression_rate(0.0).matrix_approximation_rank(64);
-  EXPECT_LT(train_and_compare(DdpOptions().comm_hook(CommHook::power_sgd).power_sgd(power), 6), 1e-9);
+  const auto power =
+      PowerSgdOptions().start_iteration(2).min_compression_rate(0.0).matrix_approximation_rank(64);
+  EXPECT_LT(train_and_compare(DdpOptions().comm_hook(CommHook::power_sgd).power_sgd(power), 6),
+            1e-9);
 }
 
 TEST(Ddp, PowerSgdCompressesAndKeepsRanksAlike) {
@@ -102,8 +108,10 @@ TEST(Ddp, PowerSgdCompressesAndKeepsRanksAlike) {
   for (const auto hook : {CommHook::power_sgd, CommHook::batched_power_sgd}) {
     for (const auto wrapper : {CommHook::no, CommHook::fp16, CommHook::bf16}) {
       const auto options = DdpOptions().comm_hook(hook).comm_wrapper(wrapper).power_sgd(
-          PowerSgdOptions().start_iteration(2).min_compression_rate(1.0).matrix_approximation_rank(2));
-      const double apart = train_and_compare(options, 8, 0.02);  // verifies that ranks are alike, too
+          PowerSgdOptions().start_iteration(2).min_compression_rate(1.0).matrix_approximation_rank(
+              2));
+      const double apart =
+          train_and_compare(options, 8, 0.02);  // verifies that ranks are alike, too
       EXPECT_GT(apart, 1e-6) << "nothing was compressed";
       EXPECT_LT(apart, 0.1);
     }
@@ -121,8 +129,10 @@ TEST(Ddp, RefusesOptionsThatCannotBe) {
   EXPECT_THROW(attempt(DdpOptions().bucket_cap_mb(0)), ConfigError);
   EXPECT_THROW(attempt(DdpOptions().ignored_parameters({"nosuch.weight"})), ConfigError);
   EXPECT_THROW(attempt(DdpOptions().comm_wrapper(CommHook::fp16)), ConfigError);
-  EXPECT_THROW(
-      attempt(DdpOptions().comm_hook(CommHook::power_sgd).power_sgd(PowerSgdOptions().start_iteration(1))), ConfigError);
+  EXPECT_THROW(attempt(DdpOptions()
+                           .comm_hook(CommHook::power_sgd)
+                           .power_sgd(PowerSgdOptions().start_iteration(1))),
+               ConfigError);
 }
 
 TEST(Ddp, ParameterUsedNowhereKeepsNoGradient) {
@@ -207,7 +217,8 @@ TEST(Ddp, TriggeredSyncReducesForwardsMadeWithoutSync) {
   accelerator.backward(second);
   alone->forward(whole_batch(0)).square().mean().backward();
   alone->forward(whole_batch(1)).square().mean().backward();
-  EXPECT_LT((net->first->weight.grad() - alone->first->weight.grad()).abs().max().item<double>(), 1e-12);
+  EXPECT_LT((net->first->weight.grad() - alone->first->weight.grad()).abs().max().item<double>(),
+            1e-12);
   optimizer.step();
   accelerator.verify_parameters(model);
 }
@@ -287,7 +298,8 @@ TEST(Ddp, VerifyParametersNamesWhatDriftedApart) {
 TEST(Ddp, RunningStatisticsFollowRankZero) {
   Accelerator accelerator;
   torch::manual_seed(3);
-  torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Linear(8, 2));
+  torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
+                            torch::nn::Linear(8, 2));
   net->to(torch::kDouble);
   torch::optim::SGD sgd(net->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, sgd);
@@ -325,7 +337,8 @@ TEST(Ddp, RanksWithMoreBatchesGoOnWithoutTheOthers) {
   for (const bool unused : {false, true}) {
     Net net = make_net();
     Net alone = make_net();
-    Accelerator accelerator(AcceleratorOptions().ddp(DdpOptions().find_unused_parameters(unused).bucket_cap_mb(0.001)));
+    Accelerator accelerator(
+        AcceleratorOptions().ddp(DdpOptions().find_unused_parameters(unused).bucket_cap_mb(0.001)));
     torch::optim::SGD sgd(net->parameters(), 0.1);
     torch::optim::SGD sgd_alone(alone->parameters(), 0.1);
     auto [model, optimizer] = accelerator.prepare(net, sgd);
@@ -341,7 +354,8 @@ TEST(Ddp, RanksWithMoreBatchesGoOnWithoutTheOthers) {
       torch::Tensor loss = torch::zeros({}, torch::kDouble);
       for (int other = 0; other < size; ++other) {
         if (step < 2 + other) {
-          loss = loss + alone->forward(whole_batch(step).narrow(0, kRows * other, kRows)).square().mean();
+          loss = loss +
+                 alone->forward(whole_batch(step).narrow(0, kRows * other, kRows)).square().mean();
         }
       }
       (loss / size).backward();
@@ -388,13 +402,15 @@ TEST(Ddp, ClippingSeesTheWholeGradient) {
       expected = std::isinf(p) ? std::max(expected, norm) : expected + std::pow(norm, p);
     }
     if (!std::isinf(p)) expected = std::pow(expected, 1 / p);
-    const auto found = accelerator.clip_grad_norm_(model, std::numeric_limits<double>::infinity(), p);
+    const auto found =
+        accelerator.clip_grad_norm_(model, std::numeric_limits<double>::infinity(), p);
     EXPECT_NEAR(found.item<double>(), expected, 1e-12) << p;
   }
   const double before = accelerator.clip_grad_norm_(model, 0.01).item<double>();
   EXPECT_NEAR(model.strategy().grad_norm(2).item<double>(), 0.01 * before / (before + 1e-6), 1e-12);
   accelerator.clip_grad_value_(model, 1e-4);
-  EXPECT_LE(model.strategy().grad_norm(std::numeric_limits<double>::infinity()).item<double>(), 1e-4);
+  EXPECT_LE(model.strategy().grad_norm(std::numeric_limits<double>::infinity()).item<double>(),
+            1e-4);
 }
 
 }  // namespace

@@ -39,8 +39,8 @@ const comm::Group& world() { return accelerator->world(); }
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
   try {
-    // From the environment, as a user's program: cases that make Accelerators of their own share its
-    // world.
+    // From the environment, as a user's program: cases that make Accelerators of their own share
+    // its world.
     accelerate::testing::accelerator.emplace();
   } catch (const accelerate::Error& error) {
     std::cerr << accelerate::describe(error) << std::endl;

@@ -31,7 +31,8 @@ namespace accelerate {
 /// Inside it, the given modules' gradients stay on their rank. Ends with its scope.
 class [[nodiscard]] NoSyncScope {
  public:
-  explicit NoSyncScope(std::vector<std::shared_ptr<detail::PreparedModuleCore>> modules, bool no_sync = true);
+  explicit NoSyncScope(std::vector<std::shared_ptr<detail::PreparedModuleCore>> modules,
+                       bool no_sync = true);
   ~NoSyncScope();
   NoSyncScope(const NoSyncScope&) = delete;
   NoSyncScope& operator=(const NoSyncScope&) = delete;
@@ -46,8 +47,8 @@ class [[nodiscard]] NoSyncScope {
 /// Example:
 /// ```
 /// accelerate::Accelerator accelerator;
-/// auto [model, optimizer, loader] = accelerator.prepare(net, adam, accelerate::data::loader(dataset, options));
-/// for (auto& batch : loader) {
+/// auto [model, optimizer, loader] = accelerator.prepare(net, adam,
+/// accelerate::data::loader(dataset, options)); for (auto& batch : loader) {
 ///   auto scope = accelerator.accumulate(model);
 ///   auto loss = torch::cross_entropy_loss(model(batch.data), batch.target);
 ///   accelerator.backward(loss);
@@ -58,19 +59,19 @@ class [[nodiscard]] NoSyncScope {
 class Accelerator {
  public:
   /// Collective over all processes. Throws ConfigError for unusable options or environment,
-  /// DistributedError when the processes do not find each other, StateError when the process was set
-  /// up before with other options, PrecisionError for a precision the device cannot compute in.
+  /// DistributedError when the processes do not find each other, StateError when the process was
+  /// set up before with other options, PrecisionError for a precision the device cannot compute in.
   explicit Accelerator(const AcceleratorOptions& options = {});
   ~Accelerator();
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
 
-  /// Adapts modules, optimizers, loaders and schedulers, in any order and number, and returns what to
-  /// use in their place, in the order given: one object for one argument, else a tuple.
+  /// Adapts modules, optimizers, loaders and schedulers, in any order and number, and returns what
+  /// to use in their place, in the order given: one object for one argument, else a tuple.
   ///
-  /// A module may be a holder (`TORCH_MODULE`), a shared_ptr, a torch::jit::Module or a plain object;
-  /// an lvalue object is referenced and must outlive the result, everything else is owned. Throws
-  /// DistributedError, on every rank, when the ranks do not hold the same module.
+  /// A module may be a holder (`TORCH_MODULE`), a shared_ptr, a torch::jit::Module or a plain
+  /// object; an lvalue object is referenced and must outlive the result, everything else is owned.
+  /// Throws DistributedError, on every rank, when the ranks do not hold the same module.
   template <class... T>
   auto prepare(T&&... objects);
 
@@ -83,10 +84,10 @@ class Accelerator {
   /// loss does not require gradients or the optimizer of its module was not prepared although
   /// training needs it to be.
   void backward(const at::Tensor& loss);
-  /// The gradients of a sum over `count` samples or tokens. At the end of the accumulation window they
-  /// are divided by the counts of all its micro-batches on all ranks, so the step is that of the mean
-  /// over all of them, however unequal the counts. (The original takes the mean of means.) All
-  /// backwards of one window are of the same kind.
+  /// The gradients of a sum over `count` samples or tokens. At the end of the accumulation window
+  /// they are divided by the counts of all its micro-batches on all ranks, so the step is that of
+  /// the mean over all of them, however unequal the counts. (The original takes the mean of means.)
+  /// All backwards of one window are of the same kind.
   void backward(const at::Tensor& loss_sum, double count);
 
   /// To stand at the top of each micro-batch: decides whether its gradients are averaged and the
@@ -106,33 +107,36 @@ class Accelerator {
   /// True when this micro-batch is the last of its window, so that optimizers step.
   bool sync_gradients() const noexcept { return gradient_state_->sync_gradients(); }
   std::int64_t gradient_accumulation_steps() const noexcept { return gradient_state_->num_steps(); }
-  void set_gradient_accumulation_steps(std::int64_t steps) { gradient_state_->set_num_steps(steps); }
+  void set_gradient_accumulation_steps(std::int64_t steps) {
+    gradient_state_->set_num_steps(steps);
+  }
   GradientState& gradient_state() const noexcept { return *gradient_state_; }
   /// A prepared optimizer left its last step out because gradients had overflowed.
   bool optimizer_step_was_skipped() const;
 
-  /// Runs `loop`, in which ranks may have different numbers of batches: a rank that has run out takes
-  /// part in the others' averaging with zeros. Collective. Modules are given first, the loop last:
-  /// `accelerator.join_uneven_inputs(model, [&] { for (auto& batch : loader) ...; })`. Loaders need
-  /// even_batches off to be uneven at all.
+  /// Runs `loop`, in which ranks may have different numbers of batches: a rank that has run out
+  /// takes part in the others' averaging with zeros. Collective. Modules are given first, the loop
+  /// last: `accelerator.join_uneven_inputs(model, [&] { for (auto& batch : loader) ...; })`.
+  /// Loaders need even_batches off to be uneven at all.
   template <class... Arguments>
   void join_uneven_inputs(Arguments&&... arguments);
 
-  /// Undoes the loss scale and normalisation of the gradients of every prepared optimizer, once in a
-  /// window. Clipping does so itself; call it to look at gradients.
+  /// Undoes the loss scale and normalisation of the gradients of every prepared optimizer, once in
+  /// a window. Clipping does so itself; call it to look at gradients.
   void unscale_gradients();
-  /// Scales the gradients of `model` so that their p-norm, over all ranks and parameters, is at most
-  /// `max_norm`, after `unscale_gradients`. Returns the norm before, a tensor without dimensions.
-  /// Throws StateError inside an accumulation window, where the gradients are not yet whole: ask
-  /// `sync_gradients()` first.
+  /// Scales the gradients of `model` so that their p-norm, over all ranks and parameters, is at
+  /// most `max_norm`, after `unscale_gradients`. Returns the norm before, a tensor without
+  /// dimensions. Throws StateError inside an accumulation window, where the gradients are not yet
+  /// whole: ask `sync_gradients()` first.
   at::Tensor clip_grad_norm_(PreparedModuleBase& model, double max_norm, double norm_type = 2.0);
   /// The same for some parameters of prepared modules.
-  at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0);
+  at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                             double norm_type = 2.0);
   /// Limits every element of the gradients to [-limit, limit], after `unscale_gradients`.
   void clip_grad_value_(PreparedModuleBase& model, double limit);
 
-  /// Tensors of all ranks, concatenated along dim 0 in rank order; tensors without dimensions become
-  /// vectors. Throws DistributedError on every rank when shapes differ.
+  /// Tensors of all ranks, concatenated along dim 0 in rank order; tensors without dimensions
+  /// become vectors. Throws DistributedError on every rank when shapes differ.
   template <TensorTree T>
   T gather(const T& tree) const {
     return comm::gather(tree, world());
@@ -141,14 +145,16 @@ class Accelerator {
   template <TensorTree T>
   T gather_for_metrics(const T& tree) const;
   /// Collects an epoch's predictions on the host and gathers them once:
-  /// `auto all = accelerator.collect_for_metrics<at::Tensor>(); ... all.add(predictions); ... all.gather();`
+  /// `auto all = accelerator.collect_for_metrics<at::Tensor>(); ... all.add(predictions); ...
+  /// all.gather();`
   template <TensorTree T>
   MetricsCollector<T> collect_for_metrics() const {
     return MetricsCollector<T>(world(), gradient_state_);
   }
   /// The sum, or the mean, over all ranks, times `scale`.
   template <TensorTree T>
-  T reduce(const T& tree, comm::Reduction reduction = comm::Reduction::sum, double scale = 1.0) const {
+  T reduce(const T& tree, comm::Reduction reduction = comm::Reduction::sum,
+           double scale = 1.0) const {
     return comm::reduce(tree, world(), reduction, scale);
   }
   /// The tensors of rank `source`, on every rank.
@@ -158,7 +164,8 @@ class Accelerator {
   }
   /// Pads along `dim` to the largest size of any rank, so that the tensors can be gathered.
   template <TensorTree T>
-  T pad_across_processes(const T& tree, std::int64_t dim = 0, double pad_index = 0, bool pad_first = false) const {
+  T pad_across_processes(const T& tree, std::int64_t dim = 0, double pad_index = 0,
+                         bool pad_first = false) const {
     return comm::pad_across_processes(tree, world(), dim, pad_index, pad_first);
   }
   /// One JSON value of each rank, in rank order.
@@ -166,9 +173,9 @@ class Accelerator {
   /// `objects` becomes that of rank `source`. All ranks give lists of one length.
   void broadcast_object_list(std::vector<Json>& objects, int source = 0) const;
 
-  /// This rank's contiguous part of `inputs`: a vector, a string, a tensor (along dim 0), or a map of
-  /// them, all of one length. The first ranks get the larger parts. With padding all parts are of one
-  /// size: the last element of the whole input is repeated.
+  /// This rank's contiguous part of `inputs`: a vector, a string, a tensor (along dim 0), or a map
+  /// of them, all of one length. The first ranks get the larger parts. With padding all parts are
+  /// of one size: the last element of the whole input is repeated.
   template <class T>
   T split_between_processes(const T& inputs, bool apply_padding = false) const {
     return accelerate::split_between(inputs, process_index(), num_processes(), apply_padding);
@@ -176,9 +183,9 @@ class Accelerator {
 
   /// Mixed precision as in a prepared forward, for code outside of it.
   AutocastScope autocast() const;
-  /// Runs `work` under LibTorch's profiler, writes each process' trace if a folder was named, and waits
-  /// for all processes. With a schedule, `work` calls the
-  /// profiler's `step()` at the end of each step.
+  /// Runs `work` under LibTorch's profiler, writes each process' trace if a folder was named, and
+  /// waits for all processes. With a schedule, `work` calls the profiler's `step()` at the end of
+  /// each step.
   void profile(const ProfileOptions& options, const std::function<void(Profiler&)>& work) const;
   /// Raises a flag on this rank, for all to see in `check_trigger`.
   void set_trigger() { trigger_ = true; }
@@ -202,8 +209,8 @@ class Accelerator {
 
   /// Returns when every process has come. Throws TimeoutError when one does not.
   void wait_for_everyone() const { world().barrier(); }
-  /// Runs `function` on the main process, then on the others; for work whose result the others reuse.
-  /// Collective. When the main process throws, the others throw too.
+  /// Runs `function` on the main process, then on the others; for work whose result the others
+  /// reuse. Collective. When the main process throws, the others throw too.
   void main_process_first(const std::function<void()>& function) const;
   /// The same with the first process of each machine.
   void local_main_process_first(const std::function<void()>& function) const;
@@ -235,17 +242,22 @@ class Accelerator {
 
   /// Collective. Throws DistributedError on every rank, naming the first parameter or buffer that
   /// should be equal on all ranks and is not.
-  void verify_parameters(PreparedModuleBase& module) const { module.strategy().verify_parameters(); }
-  /// Lets go of everything that was prepared (what the program itself still holds stays alive), starts
-  /// the count of micro-batches anew, and returns cached device memory.
+  void verify_parameters(PreparedModuleBase& module) const {
+    module.strategy().verify_parameters();
+  }
+  /// Lets go of everything that was prepared (what the program itself still holds stays alive),
+  /// starts the count of micro-batches anew, and returns cached device memory.
   void free_memory();
-  /// Waits for all processes and leaves the process group. The Accelerator cannot be used afterwards.
+  /// Waits for all processes and leaves the process group. The Accelerator cannot be used
+  /// afterwards.
   void end_training();
 
   /// What `prepare` uses for one object of each kind; public for code that prepares by hand.
-  std::shared_ptr<detail::PreparedModuleCore> adapt_module(ModuleRecord record, const void* identity,
+  std::shared_ptr<detail::PreparedModuleCore> adapt_module(ModuleRecord record,
+                                                           const void* identity,
                                                            bool evaluation_mode);
-  std::shared_ptr<OptimizerCore> adapt_optimizer(std::shared_ptr<torch::optim::Optimizer> optimizer);
+  std::shared_ptr<OptimizerCore> adapt_optimizer(
+      std::shared_ptr<torch::optim::Optimizer> optimizer);
   data::LoaderContext loader_context() const;
   /// `optimizer`: the one the scheduler drives, or null when it does not say.
   std::shared_ptr<SchedulerCore> adapt_scheduler(const torch::optim::Optimizer* optimizer) const;
@@ -255,8 +267,10 @@ class Accelerator {
   void run_backward(const at::Tensor& loss);
   void require_prepared_optimizers() const;
   void require_whole_gradients(const char* operation) const;
-  void link(const std::shared_ptr<OptimizerCore>& optimizer, const std::shared_ptr<detail::PreparedModuleCore>& module);
-  void join(const std::vector<std::shared_ptr<detail::PreparedModuleCore>>& modules, const std::function<void()>& loop);
+  void link(const std::shared_ptr<OptimizerCore>& optimizer,
+            const std::shared_ptr<detail::PreparedModuleCore>& module);
+  void join(const std::vector<std::shared_ptr<detail::PreparedModuleCore>>& modules,
+            const std::function<void()>& loop);
   static void print_line(const std::string& line);
 
   AcceleratorOptions options_;
@@ -282,7 +296,8 @@ template <class... T>
 auto Accelerator::prepare(T&&... objects) {
   static_assert(sizeof...(T) > 0, "prepare() needs at least one object.");
   static_assert((detail::Preparable<T> && ...),
-                "prepare() takes modules, optimizers, data loaders (accelerate::data::loader(...) or a torch::data "
+                "prepare() takes modules, optimizers, data loaders (accelerate::data::loader(...) "
+                "or a torch::data "
                 "loader) and schedulers. One of the arguments is none of these.");
   auto results = std::tuple<std::optional<detail::prepared_t<T>>...>();
   // Optimizers are linked to modules, schedulers to optimizers: prepared in this order whatever the
@@ -294,11 +309,13 @@ auto Accelerator::prepare(T&&... objects) {
             using Object = std::tuple_element_t<I, std::tuple<T&&...>>;
             if constexpr (detail::kKind<Object> == kind) {
               std::get<I>(results).emplace(detail::Prepare<kind>::run(
-                  *this, std::forward<Object>(std::get<I>(std::forward_as_tuple(std::forward<T>(objects)...)))));
+                  *this, std::forward<Object>(
+                             std::get<I>(std::forward_as_tuple(std::forward<T>(objects)...)))));
             }
           }(),
           ...);
-    }(std::index_sequence_for<T...>());
+    }
+    (std::index_sequence_for<T...>());
   };
   run(std::integral_constant<detail::Kind, detail::Kind::module>());
   run(std::integral_constant<detail::Kind, detail::Kind::optimizer>());
@@ -307,14 +324,17 @@ auto Accelerator::prepare(T&&... objects) {
   if constexpr (sizeof...(T) == 1) {
     return std::move(*std::get<0>(results));
   } else {
-    return std::apply([](auto&... prepared) { return std::tuple(std::move(*prepared)...); }, results);
+    return std::apply([](auto&... prepared) { return std::tuple(std::move(*prepared)...); },
+                      results);
   }
 }
 
 template <class M>
 auto Accelerator::prepare_for_evaluation(M&& module) {
-  static_assert(detail::kKind<M&&> == detail::Kind::module, "prepare_for_evaluation() takes a module.");
-  return detail::Prepare<detail::Kind::module>::run(*this, std::forward<M>(module), /*evaluation_mode=*/true);
+  static_assert(detail::kKind<M&&> == detail::Kind::module,
+                "prepare_for_evaluation() takes a module.");
+  return detail::Prepare<detail::Kind::module>::run(*this, std::forward<M>(module),
+                                                    /*evaluation_mode=*/true);
 }
 
 template <class... Arguments>
@@ -334,7 +354,8 @@ void Accelerator::join_uneven_inputs(Arguments&&... arguments) {
 
 template <TensorTree T>
 T Accelerator::gather_for_metrics(const T& tree) const {
-  std::vector<at::Tensor> gathered = detail::gather_real_rows(tree::tensors(tree), gradient_state_->progress(), world());
+  std::vector<at::Tensor> gathered =
+      detail::gather_real_rows(tree::tensors(tree), gradient_state_->progress(), world());
   T result = tree;
   std::size_t next = 0;
   tree::for_each_tensor(result, [&](at::Tensor& tensor) { tensor = std::move(gathered[next++]); });

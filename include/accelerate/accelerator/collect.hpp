@@ -18,8 +18,8 @@ namespace detail {
 /// The tensors of all ranks, concatenated, without the rows that only fill up the loader's batch.
 /// `progress` is null outside of a loader. Throws DataError when such rows are to be left out of a
 /// tensor that does not have one row a sample, for example a loss.
-std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors, const LoaderProgress* progress,
-                                         const comm::Group& group);
+std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors,
+                                         const LoaderProgress* progress, const comm::Group& group);
 
 /// The untyped half of MetricsCollector.
 class RowCollector {
@@ -39,8 +39,8 @@ class RowCollector {
 
 }  // namespace detail
 
-/// Predictions of a whole pass: kept on the host batch by batch, gathered over the ranks once, in the
-/// order of the dataset, without repeated samples. Made by `Accelerator::collect_for_metrics`.
+/// Predictions of a whole pass: kept on the host batch by batch, gathered over the ranks once, in
+/// the order of the dataset, without repeated samples. Made by `Accelerator::collect_for_metrics`.
 template <TensorTree T>
 class MetricsCollector {
  public:

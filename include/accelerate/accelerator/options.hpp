@@ -17,8 +17,8 @@
 
 namespace accelerate {
 
-/// How a prepared module is spread over the processes. `automatic` takes `single` in one process and
-/// `ddp` in several.
+/// How a prepared module is spread over the processes. `automatic` takes `single` in one process
+/// and `ddp` in several.
 enum class StrategyKind { automatic, single, ddp };
 
 /// "auto", "single", "ddp".
@@ -26,8 +26,8 @@ std::string_view to_string(StrategyKind strategy);
 /// Throws ConfigError for any other name.
 StrategyKind strategy_from_string(std::string_view name);
 
-/// What an Accelerator is made from. Every field may be left alone: then the environment decides, then
-/// the configuration file, then the default written here.
+/// What an Accelerator is made from. Every field may be left alone: then the environment decides,
+/// then the configuration file, then the default written here.
 struct AcceleratorOptions {
   /// no, fp16, bf16. Environment: ACCELERATE_MIXED_PRECISION. Default: no.
   TORCH_ARG(std::optional<MixedPrecision>, mixed_precision) = std::nullopt;
@@ -45,8 +45,8 @@ struct AcceleratorOptions {
   TORCH_ARG(std::optional<comm::Backend>, backend) = std::nullopt;
   /// How long an operation waits for the other ranks. Environment: ACCELERATE_TIMEOUT, in seconds.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout) = std::nullopt;
-  /// A rank that was silent for so long is taken for dead; zero switches the watch off. Environment:
-  /// ACCELERATE_HEARTBEAT_TIMEOUT, in seconds. Default: 8 s.
+  /// A rank that was silent for so long is taken for dead; zero switches the watch off.
+  /// Environment: ACCELERATE_HEARTBEAT_TIMEOUT, in seconds. Default: 8 s.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, heartbeat_timeout) = std::nullopt;
   /// Check every collective on all ranks before it runs. Environment: ACCELERATE_DEBUG_MODE.
   TORCH_ARG(std::optional<bool>, debug) = std::nullopt;

@@ -81,7 +81,8 @@ template <class T>
 constexpr Kind kind_of() {
   using Object = std::remove_cvref_t<T>;
   using Inner = held_t<T>;
-  if constexpr (ModuleHolderLike<Object> || LibTorchModule<Inner> || ScriptModule<Inner> || AnyPreparedModule<Object>) {
+  if constexpr (ModuleHolderLike<Object> || LibTorchModule<Inner> || ScriptModule<Inner> ||
+                AnyPreparedModule<Object>) {
     return Kind::module;
   } else if constexpr (std::derived_from<Inner, torch::optim::Optimizer>) {
     return Kind::optimizer;
@@ -96,7 +97,8 @@ constexpr Kind kind_of() {
 template <class T>
 inline constexpr Kind kKind = kind_of<T>();
 template <class T>
-concept Preparable = kKind<T&&> != Kind::none;
+concept Preparable = kKind<T&&>
+!= Kind::none;
 
 template <Kind kind>
 struct Prepare;
@@ -124,8 +126,8 @@ struct Prepare<Kind::module> {
  private:
   template <class A, class M>
   static PreparedModule<M> adapt(A& accelerator, std::shared_ptr<M> module, bool evaluation_mode) {
-    auto core = accelerator.adapt_module(ModuleRecord(std::shared_ptr<torch::nn::Module>(module)), module.get(),
-                                         evaluation_mode);
+    auto core = accelerator.adapt_module(ModuleRecord(std::shared_ptr<torch::nn::Module>(module)),
+                                         module.get(), evaluation_mode);
     return PreparedModule<M>(std::move(module), std::move(core));
   }
 };
@@ -150,7 +152,8 @@ struct Prepare<Kind::scheduler> {
       auto scheduler = hold(std::forward<T>(object));
       const torch::optim::Optimizer* optimizer = nullptr;
       if constexpr (requires { scheduler->optimizer(); }) optimizer = &scheduler->optimizer();
-      return PreparedScheduler<held_t<T>>(std::move(scheduler), accelerator.adapt_scheduler(optimizer));
+      return PreparedScheduler<held_t<T>>(std::move(scheduler),
+                                          accelerator.adapt_scheduler(optimizer));
     }
   }
 };

@@ -91,14 +91,17 @@ auto run_forward(PreparedModuleCore& core, Function&& function) {
 /// What prepared modules of every type have in common.
 class PreparedModuleBase {
  public:
-  explicit PreparedModuleBase(std::shared_ptr<detail::PreparedModuleCore> core) : core_(std::move(core)) {}
+  explicit PreparedModuleBase(std::shared_ptr<detail::PreparedModuleCore> core)
+      : core_(std::move(core)) {}
 
   void train(bool on = true) { strategy().module().train(on); }
   void eval() { train(false); }
   bool is_training() const { return strategy().module().is_training(); }
   /// Each parameter once, in registration order; what `module().parameters()` holds.
   std::vector<at::Tensor> parameters() const;
-  const std::vector<NamedTensor>& named_parameters() const { return strategy().module().parameters(); }
+  const std::vector<NamedTensor>& named_parameters() const {
+    return strategy().module().parameters();
+  }
   const std::vector<NamedTensor>& named_buffers() const { return strategy().module().buffers(); }
   at::Device device() const noexcept { return core_->device; }
 
@@ -117,12 +120,13 @@ class PreparedModule : public PreparedModuleBase {
   PreparedModule(std::shared_ptr<M> module, std::shared_ptr<detail::PreparedModuleCore> core)
       : PreparedModuleBase(std::move(core)), module_(std::move(module)) {}
 
-  /// The module's forward under this Accelerator's strategy and precision. fp16 and bf16 outputs come
-  /// back as fp32.
+  /// The module's forward under this Accelerator's strategy and precision. fp16 and bf16 outputs
+  /// come back as fp32.
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
-    return detail::run_forward(
-        *core_, [&]() -> decltype(auto) { return module_->forward(std::forward<Arguments>(arguments)...); });
+    return detail::run_forward(*core_, [&]() -> decltype(auto) {
+      return module_->forward(std::forward<Arguments>(arguments)...);
+    });
   }
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -131,8 +135,9 @@ class PreparedModule : public PreparedModuleBase {
   /// Another method as the forward: `model.call<&NetImpl::encode>(tokens)`.
   template <auto Method, class... Arguments>
   auto call(Arguments&&... arguments) {
-    return detail::run_forward(
-        *core_, [&]() -> decltype(auto) { return ((*module_).*Method)(std::forward<Arguments>(arguments)...); });
+    return detail::run_forward(*core_, [&]() -> decltype(auto) {
+      return ((*module_).*Method)(std::forward<Arguments>(arguments)...);
+    });
   }
 
   /// This handle, so that `model->forward(x)` is the prepared forward too. The module's own members

@@ -14,15 +14,18 @@ namespace accelerate {
 template <>
 class PreparedModule<torch::jit::Module> : public PreparedModuleBase {
  public:
-  PreparedModule(std::shared_ptr<torch::jit::Module> module, std::shared_ptr<detail::PreparedModuleCore> core)
+  PreparedModule(std::shared_ptr<torch::jit::Module> module,
+                 std::shared_ptr<detail::PreparedModuleCore> core)
       : PreparedModuleBase(std::move(core)), module_(std::move(module)) {}
 
   /// fp16 and bf16 tensors anywhere in the output come back as fp32 under mixed precision.
-  c10::IValue forward(std::vector<c10::IValue> inputs) { return call("forward", std::move(inputs)); }
+  c10::IValue forward(std::vector<c10::IValue> inputs) {
+    return call("forward", std::move(inputs));
+  }
   /// The usual case: tensors in.
   template <class... Tensors>
-    requires(std::is_convertible_v<Tensors, at::Tensor> && ...)
-  c10::IValue operator()(Tensors&&... tensors) {
+  requires(std::is_convertible_v<Tensors, at::Tensor>&&...) c10::IValue operator()(
+      Tensors&&... tensors) {
     return forward({c10::IValue(at::Tensor(std::forward<Tensors>(tensors)))...});
   }
   c10::IValue operator()(std::vector<c10::IValue> inputs) { return forward(std::move(inputs)); }

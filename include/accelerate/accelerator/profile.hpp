@@ -11,8 +11,8 @@
 
 namespace accelerate {
 
-/// Which steps are recorded: after `skip_first` steps, cycles of `wait` steps without, `warmup` steps
-/// that are recorded and thrown away, and `active` steps that are kept.
+/// Which steps are recorded: after `skip_first` steps, cycles of `wait` steps without, `warmup`
+/// steps that are recorded and thrown away, and `active` steps that are kept.
 struct ProfileSchedule {
   TORCH_ARG(int64_t, wait) = 0;
   TORCH_ARG(int64_t, warmup) = 0;
@@ -34,16 +34,16 @@ struct ProfileOptions {
   TORCH_ARG(bool, with_stack) = false;
   TORCH_ARG(bool, with_flops) = false;
   TORCH_ARG(bool, with_modules) = false;
-  /// Where each process writes profile_<rank>.json, a Chrome trace (chrome://tracing, Perfetto); with a
-  /// schedule profile_<rank>_<cycle>.json. Empty: nothing is written.
+  /// Where each process writes profile_<rank>.json, a Chrome trace (chrome://tracing, Perfetto);
+  /// with a schedule profile_<rank>_<cycle>.json. Empty: nothing is written.
   TORCH_ARG(std::string, output_trace_dir);
 };
 
 /// A recording under way; `Accelerator::profile` makes it. One at a time in a process.
 class Profiler {
  public:
-  /// Throws ConfigError for a schedule without active steps, UnsupportedError for CUDA without a device,
-  /// StateError when a recording is under way.
+  /// Throws ConfigError for a schedule without active steps, UnsupportedError for CUDA without a
+  /// device, StateError when a recording is under way.
   Profiler(const ProfileOptions& options, int rank);
   /// Ends a recording that was not finished; it is thrown away.
   ~Profiler();

@@ -36,16 +36,19 @@ struct IsMap<std::unordered_map<A...>> : std::true_type {};
 template <class T>
 std::int64_t length_of(const T& inputs) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
-    if (inputs.dim() == 0) throw DataError("A tensor without dimensions was to be split between processes; it has no rows.");
+    if (inputs.dim() == 0)
+      throw DataError(
+          "A tensor without dimensions was to be split between processes; it has no rows.");
     return inputs.size(0);
   } else if constexpr (IsMap<T>::value) {
     if (inputs.empty()) return 0;
     const std::int64_t length = length_of(inputs.begin()->second);
     for (const auto& [key, value] : inputs) {
       if (length_of(value) != length) {
-        throw DataError(text::concat("A map was to be split between processes, and its values have unequal lengths: ",
-                                     inputs.begin()->first, " has ", length, ", ", key, " has ", length_of(value),
-                                     ". Give them one length."));
+        throw DataError(text::concat(
+            "A map was to be split between processes, and its values have unequal lengths: ",
+            inputs.begin()->first, " has ", length, ", ", key, " has ", length_of(value),
+            ". Give them one length."));
       }
     }
     return length;
@@ -71,12 +74,14 @@ T take(const T& inputs, const Part& part) {
 
 }  // namespace detail
 
-/// Rank `rank`'s contiguous part of a vector, a string, a tensor (along dim 0) or a map of them. The
-/// first `length % size` ranks get one item more. With `apply_padding` the others repeat the last item
-/// of the whole input, as the original does. Throws DataError for maps of unequal lengths.
+/// Rank `rank`'s contiguous part of a vector, a string, a tensor (along dim 0) or a map of them.
+/// The first `length % size` ranks get one item more. With `apply_padding` the others repeat the
+/// last item of the whole input, as the original does. Throws DataError for maps of unequal
+/// lengths.
 template <class T>
 T split_between(const T& inputs, int rank, int size, bool apply_padding = false) {
-  return detail::take(inputs, detail::part_of(detail::length_of(inputs), rank, size, apply_padding));
+  return detail::take(inputs,
+                      detail::part_of(detail::length_of(inputs), rank, size, apply_padding));
 }
 
 }  // namespace accelerate

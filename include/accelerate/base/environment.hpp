@@ -37,7 +37,8 @@ class Environment {
   void set(const std::string& name, std::string value) { variables_[name] = std::move(value); }
   void unset(const std::string& name) { variables_.erase(name); }
   const std::map<std::string, std::string>& variables() const& noexcept { return variables_; }
-  /// Of a temporary, a copy of its own: `for (auto& v : Environment::process().variables())` is fine.
+  /// Of a temporary, a copy of its own: `for (auto& v : Environment::process().variables())` is
+  /// fine.
   std::map<std::string, std::string> variables() && { return std::move(variables_); }
 
  private:

@@ -26,10 +26,18 @@ Level level();
 bool enabled(Level level);
 
 void write(Level level, std::string_view message, Ranks ranks = Ranks::main);
-inline void debug(std::string_view message, Ranks ranks = Ranks::main) { write(Level::debug, message, ranks); }
-inline void info(std::string_view message, Ranks ranks = Ranks::main) { write(Level::info, message, ranks); }
-inline void warning(std::string_view message, Ranks ranks = Ranks::main) { write(Level::warning, message, ranks); }
-inline void error(std::string_view message, Ranks ranks = Ranks::all) { write(Level::error, message, ranks); }
+inline void debug(std::string_view message, Ranks ranks = Ranks::main) {
+  write(Level::debug, message, ranks);
+}
+inline void info(std::string_view message, Ranks ranks = Ranks::main) {
+  write(Level::info, message, ranks);
+}
+inline void warning(std::string_view message, Ranks ranks = Ranks::main) {
+  write(Level::warning, message, ranks);
+}
+inline void error(std::string_view message, Ranks ranks = Ranks::all) {
+  write(Level::error, message, ranks);
+}
 /// Written the first time this very message comes, then never again in this process.
 void warning_once(std::string_view message, Ranks ranks = Ranks::main);
 

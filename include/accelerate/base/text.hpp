@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-/// Small text helpers. `<format>` does not exist in g++ 12, and two versions of fmt would meet where
-/// LibTorch's headers are included, so messages are put together with `concat`.
+/// Small text helpers. `<format>` does not exist in g++ 12, and two versions of fmt would meet
+/// where LibTorch's headers are included, so messages are put together with `concat`.
 namespace accelerate::text {
 
 /// Everything streamed one after another.
@@ -47,9 +47,9 @@ std::string to_lower(std::string_view text);
 std::string_view trim(std::string_view text);
 std::vector<std::string> split(std::string_view text, char separator);
 
-/// Bytes from text: "10GB" is 10^10, "10GiB" is 10 * 2^30, "512" is 512 bytes. Units: B, KB, MB, GB,
-/// TB, KiB, MiB, GiB, TiB. Nothing when the text is not a size or the unit is left to guessing (a
-/// lower-case "b" would mean bits).
+/// Bytes from text: "10GB" is 10^10, "10GiB" is 10 * 2^30, "512" is 512 bytes. Units: B, KB, MB,
+/// GB, TB, KiB, MiB, GiB, TiB. Nothing when the text is not a size or the unit is left to guessing
+/// (a lower-case "b" would mean bits).
 std::optional<std::int64_t> to_bytes(std::string_view text);
 /// "1.50 GiB".
 std::string format_bytes(std::int64_t bytes);

@@ -68,6 +68,9 @@ class WorldOptions {
 /// Joins this process to the others of its run and gives the group of all of them. Returns when all
 /// have come; a group of one returns at once, without store, thread or network.
 ///
+/// With several processes SIGPIPE is ignored from here on, unless the program handles it: a write to a
+/// process that died is to be an error that names it, not the end of this one.
+///
 /// Throws ConfigError for what cannot work (NCCL without CUDA, a port that is taken), TimeoutError
 /// that names the ranks that did not come, DistributedError otherwise.
 Group create_world(const Topology& topology, const WorldOptions& options = {});

@@ -8,8 +8,8 @@ namespace accelerate {
 struct LoaderProgress {
   /// The batch now handed out is the last of this pass.
   bool end_of_dataloader = false;
-  /// Samples of the dataset in the last *global* batch, before it was filled up by repeating samples;
-  /// 0 when the last batch is whole, -1 when it cannot be known yet.
+  /// Samples of the dataset in the last *global* batch, before it was filled up by repeating
+  /// samples; 0 when the last batch is whole, -1 when it cannot be known yet.
   std::int64_t remainder = -1;
   /// Samples of the present *global* batch that are real, that is not repeated to fill it up; -1
   /// when unknown.
@@ -19,10 +19,10 @@ struct LoaderProgress {
   /// Samples of this process' batch that are real, and all of them.
   std::int64_t local_real_samples = -1;
   std::int64_t local_samples = -1;
-  /// True: what fills the global batch up stands at the end of the rank-by-rank concatenation, so its
-  /// first `real_samples` are the real ones. False (uneven batches, sharding by node or by the user's
-  /// own rule): each rank's first `local_real_samples` are the real ones, and ranks may have different
-  /// numbers of samples.
+  /// True: what fills the global batch up stands at the end of the rank-by-rank concatenation, so
+  /// its first `real_samples` are the real ones. False (uneven batches, sharding by node or by the
+  /// user's own rule): each rank's first `local_real_samples` are the real ones, and ranks may have
+  /// different numbers of samples.
   bool fill_is_last = true;
   /// Batches handed out in this pass, this one included.
   std::int64_t batches = 0;

@@ -59,7 +59,8 @@ class BatchSizeSearch {
  public:
   /// Strings of all ranks, in rank order.
   /// `collective_failed`: this rank comes from a collective that was not completed.
-  using Gather = std::function<std::vector<std::string>(const std::string&, bool collective_failed)>;
+  using Gather =
+      std::function<std::vector<std::string>(const std::string&, bool collective_failed)>;
   /// `gather` is empty in one process.
   BatchSizeSearch(const BatchSizeOptions& options, int rank, Gather gather);
 
@@ -126,8 +127,8 @@ auto find_executable_batch_size(Function&& function, const BatchSizeOptions& opt
 /// When memory runs out on some ranks while others already wait for them in a collective, that
 /// collective cannot be completed and its connections cannot be used again. Then no smaller batch
 /// size is tried: after the group's timeout every rank throws OutOfMemoryError, which says so and
-/// names a batch size to start the program anew with. A rank that cannot reach the others any more by
-/// then throws what its collective failed with.
+/// names a batch size to start the program anew with. A rank that cannot reach the others any more
+/// by then throws what its collective failed with.
 template <class Function, class Group>
 requires std::invocable<Function&, std::int64_t>
 auto find_executable_batch_size(Function&& function, const BatchSizeOptions& options,

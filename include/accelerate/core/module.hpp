@@ -26,7 +26,8 @@ struct NamedTensor {
 struct ModuleNode {
   /// Dotted path from the root; empty for the root itself.
   std::string name;
-  /// The C++ class, or TorchScript's qualified name ("torch::nn::LinearImpl", "__torch__.net.Block").
+  /// The C++ class, or TorchScript's qualified name ("torch::nn::LinearImpl",
+  /// "__torch__.net.Block").
   std::string type;
   /// True for ModuleList, Sequential and ModuleDict, whose children are a model's repeated blocks.
   bool is_container = false;

@@ -21,8 +21,9 @@ struct Example;
 }  // namespace torch::data
 
 /// Trees of tensors: a tensor, or a pair, tuple, vector, array, map, optional or
-/// torch::data::Example of trees, or a user's struct. Leaves that are not tensors (numbers, strings)
-/// are carried along. Batches, model outputs and everything given to the collectives are trees.
+/// torch::data::Example of trees, or a user's struct. Leaves that are not tensors (numbers,
+/// strings) are carried along. Batches, model outputs and everything given to the collectives are
+/// trees.
 namespace accelerate {
 
 /// Teaches the library a user's struct:
@@ -41,7 +42,9 @@ namespace tree {
 
 namespace detail {
 template <class T>
-concept HasTraits = requires { sizeof(TreeTraits<T>); };
+concept HasTraits = requires {
+  sizeof(TreeTraits<T>);
+};
 template <class T>
 struct IsOptional : std::false_type {};
 template <class T>
@@ -92,14 +95,16 @@ namespace detail {
 template <class T>
 struct TupleIsTree;
 template <class... T>
-struct TupleIsTree<std::tuple<T...>> : std::bool_constant<(is_tree<std::remove_cvref_t<T>>() && ...)> {};
+struct TupleIsTree<std::tuple<T...>>
+    : std::bool_constant<(is_tree<std::remove_cvref_t<T>>() && ...)> {};
 template <class A, class B>
 struct TupleIsTree<std::pair<A, B>>
     : std::bool_constant<is_tree<std::remove_cvref_t<A>>() && is_tree<std::remove_cvref_t<B>>()> {};
 template <class T>
 struct ExampleIsTree;
 template <class D, class T>
-struct ExampleIsTree<torch::data::Example<D, T>> : std::bool_constant<is_tree<D>() && is_tree<T>()> {};
+struct ExampleIsTree<torch::data::Example<D, T>>
+    : std::bool_constant<is_tree<D>() && is_tree<T>()> {};
 template <class D>
 struct ExampleIsTree<torch::data::Example<D, void>> : std::bool_constant<is_tree<D>()> {};
 
@@ -111,7 +116,8 @@ constexpr bool is_tree() {
     return is_tree<std::remove_cvref_t<typename T::value_type>>();
   } else if constexpr (IsMap<T>::value) {
     return is_tree<typename T::mapped_type>() &&
-           (std::is_same_v<typename T::key_type, std::string> || std::is_integral_v<typename T::key_type>);
+           (std::is_same_v<typename T::key_type, std::string> ||
+            std::is_integral_v<typename T::key_type>);
   } else if constexpr (IsTupleLike<T>::value) {
     return TupleIsTree<T>::value;
   } else if constexpr (IsExample<T>::value) {
@@ -122,9 +128,9 @@ constexpr bool is_tree() {
 }
 }  // namespace detail
 
-/// Calls `visitor(key, child)` for each direct child of an inner node: a field's name, an index, or a
-/// map's key. Maps without an order of their own are visited in the order of their sorted keys, so
-/// that every process visits alike. Leaves have no children.
+/// Calls `visitor(key, child)` for each direct child of an inner node: a field's name, an index, or
+/// a map's key. Maps without an order of their own are visited in the order of their sorted keys,
+/// so that every process visits alike. Leaves have no children.
 template <class T, class Visitor>
 void for_each_child(T& node, Visitor&& visitor) {
   using Node = std::remove_const_t<T>;
@@ -155,7 +161,7 @@ void for_each_child(T& node, Visitor&& visitor) {
 /// Calls `visitor(tensor)` for each tensor, in a fixed order. Undefined tensors are visited too.
 /// A non-const tree gives non-const references: assign to one to replace the tensor.
 template <class T, class Visitor>
-  requires TensorTree<T>
+requires TensorTree<T>
 void for_each_tensor(T& node, Visitor&& visitor) {
   using Node = std::remove_const_t<T>;
   if constexpr (detail::Tensor<Node>) {
@@ -167,7 +173,7 @@ void for_each_tensor(T& node, Visitor&& visitor) {
 
 /// Calls `visitor(path, leaf)` for each leaf, tensor or not; a path is "data", "1.mask", "".
 template <class T, class Visitor>
-  requires TensorTree<T>
+requires TensorTree<T>
 void for_each_leaf(T& node, Visitor&& visitor, const std::string& path = {}) {
   using Node = std::remove_const_t<T>;
   if constexpr (detail::Tensor<Node> || detail::PlainLeaf<Node>) {
@@ -181,8 +187,7 @@ void for_each_leaf(T& node, Visitor&& visitor, const std::string& path = {}) {
 
 /// The tensors of a tree, in the order of for_each_tensor.
 template <class T>
-  requires TensorTree<T>
-std::vector<at::Tensor> tensors(const T& node) {
+requires TensorTree<T> std::vector<at::Tensor> tensors(const T& node) {
   std::vector<at::Tensor> found;
   for_each_tensor(node, [&](const at::Tensor& tensor) { found.push_back(tensor); });
   return found;
@@ -190,8 +195,7 @@ std::vector<at::Tensor> tensors(const T& node) {
 
 /// The same tree with every defined tensor replaced by `function(tensor)`.
 template <class T, class Function>
-  requires TensorTree<T>
-T map(T node, Function&& function) {
+requires TensorTree<T> T map(T node, Function&& function) {
   for_each_tensor(node, [&](at::Tensor& tensor) {
     if (tensor.defined()) tensor = function(tensor);
   });

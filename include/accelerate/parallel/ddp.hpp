@@ -22,8 +22,8 @@ enum class CommHook { no, fp16, bf16, power_sgd, batched_power_sgd };
 struct PowerSgdOptions {
   /// Rank of the approximation of each gradient matrix.
   TORCH_ARG(int64_t, matrix_approximation_rank) = 1;
-  /// Steps that use the plain all-reduce first. At least 2 with error feedback or warm start, because
-  /// buckets are laid out anew after the first step.
+  /// Steps that use the plain all-reduce first. At least 2 with error feedback or warm start,
+  /// because buckets are laid out anew after the first step.
   TORCH_ARG(int64_t, start_iteration) = 1000;
   /// A matrix is compressed only if that saves at least this factor.
   TORCH_ARG(double, min_compression_rate) = 2.0;
@@ -40,7 +40,8 @@ struct PowerSgdOptions {
 struct DdpOptions {
   /// Size of a gradient bucket in MiB. Each bucket is one all-reduce.
   TORCH_ARG(double, bucket_cap_mb) = 25.0;
-  /// Size of the first bucket that becomes ready, in MiB; small, so that communication starts early.
+  /// Size of the first bucket that becomes ready, in MiB; small, so that communication starts
+  /// early.
   TORCH_ARG(double, first_bucket_mb) = 1.0;
   /// `.grad` becomes a view of the bucket, which saves one copy of the gradients.
   TORCH_ARG(bool, gradient_as_bucket_view) = false;
@@ -61,8 +62,8 @@ struct DdpOptions {
 
 namespace parallel {
 
-/// Distributed data parallelism: every process holds the whole module, sees its own samples, and the
-/// gradients are averaged while backward still runs (Li et al. 2020, arXiv:2006.15704).
+/// Distributed data parallelism: every process holds the whole module, sees its own samples, and
+/// the gradients are averaged while backward still runs (Li et al. 2020, arXiv:2006.15704).
 class Ddp final : public Strategy {
  public:
   /// Collective. Compares names, shapes, dtypes and requires_grad of all parameters over the ranks
@@ -75,7 +76,8 @@ class Ddp final : public Strategy {
   const DdpOptions& options() const noexcept;
 
   void before_forward(const ForwardContext& context) override;
-  void after_forward(const ForwardContext& context, const std::vector<at::Tensor>& outputs) override;
+  void after_forward(const ForwardContext& context,
+                     const std::vector<at::Tensor>& outputs) override;
   bool wants_outputs() const noexcept override;
   void after_backward() override;
   void sync_in_next_backward() override;
@@ -92,8 +94,8 @@ class Ddp final : public Strategy {
   /// While on, ranks may run out of batches at different times: see `shadow_until_all_joined`.
   void set_join(bool on);
   /// Collective with the forwards and backwards of the ranks that still have batches: takes part in
-  /// their collectives with zero gradients until no rank has any, then gives all ranks the module of
-  /// the rank that trained last.
+  /// their collectives with zero gradients until no rank has any, then gives all ranks the module
+  /// of the rank that trained last.
   void shadow_until_all_joined();
 
  private:

@@ -14,8 +14,8 @@ namespace accelerate::parallel {
 struct ForwardContext {
   /// Gradients are recorded.
   bool grad_enabled = true;
-  /// The gradients of this forward's backward are to be reduced over the ranks (false inside no_sync
-  /// and in all but the last micro-batch of an accumulation window).
+  /// The gradients of this forward's backward are to be reduced over the ranks (false inside
+  /// no_sync and in all but the last micro-batch of an accumulation window).
   bool sync = true;
 };
 
@@ -42,8 +42,8 @@ class Strategy {
   /// Has the next backward reduce the gradients although its forward ran without sync.
   virtual void sync_in_next_backward() {}
 
-  /// The leaf the optimizer owns in place of a module's parameter: the parameter itself unless it is
-  /// sharded. Undefined when `parameter` is not the module's.
+  /// The leaf the optimizer owns in place of a module's parameter: the parameter itself unless it
+  /// is sharded. Undefined when `parameter` is not the module's.
   virtual at::Tensor optimizer_leaf(const at::Tensor& parameter) const;
   /// Called before an optimizer over this module's parameters steps. Throws StateError when the
   /// gradients are not what training needs, for example those of a forward that went around the

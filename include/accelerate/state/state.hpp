@@ -19,10 +19,11 @@ struct StateOptions {
   /// Use the CPU even where there is a GPU.
   TORCH_ARG(bool, cpu) = false;
   TORCH_ARG(comm::Backend, backend) = comm::Backend::automatic;
-  /// How long an operation waits for the other ranks. Nothing: the backend's usual limit (30 minutes,
-  /// NCCL 10).
+  /// How long an operation waits for the other ranks. Nothing: the backend's usual limit (30
+  /// minutes, NCCL 10).
   TORCH_ARG(std::optional<std::chrono::milliseconds>, timeout) = std::nullopt;
-  /// A rank that was silent for so long is taken for dead; zero switches the watch off. Nothing: 8 s.
+  /// A rank that was silent for so long is taken for dead; zero switches the watch off. Nothing: 8
+  /// s.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, heartbeat_timeout) = std::nullopt;
   /// Before each collective, check that all ranks call the same one with the same shapes.
   TORCH_ARG(bool, debug) = false;
@@ -33,19 +34,19 @@ struct StateOptions {
   bool operator==(const StateOptions& other) const;
 };
 
-/// Which process this is, which device it uses, and the group of all processes: the one singleton of
-/// the library. The Accelerator creates it; nothing below the Accelerator reads it.
+/// Which process this is, which device it uses, and the group of all processes: the one singleton
+/// of the library. The Accelerator creates it; nothing below the Accelerator reads it.
 class State {
  public:
-  /// Creates the state, or returns the existing one. Collective on first use. Throws StateError when
-  /// one exists that was made with other options, ConfigError for a broken environment and
+  /// Creates the state, or returns the existing one. Collective on first use. Throws StateError
+  /// when one exists that was made with other options, ConfigError for a broken environment and
   /// DistributedError when the ranks do not find each other.
   static State& initialize(const StateOptions& options, const Environment& environment);
   /// Throws StateError when nothing was initialised.
   static State& instance();
   static bool is_initialized() noexcept;
-  /// Leaves the process group in good order. A later `initialize` may use other options. Does nothing
-  /// without a state. What still holds a Group of the old world may not use it any more.
+  /// Leaves the process group in good order. A later `initialize` may use other options. Does
+  /// nothing without a state. What still holds a Group of the old world may not use it any more.
   static void shutdown();
 
   const Topology& topology() const noexcept { return topology_; }
@@ -73,9 +74,9 @@ class State {
   comm::Group world_;
 };
 
-/// The device of a local rank: `options.device`, the CPU if asked for or if there is no accelerator,
-/// else the accelerator with the number of the local rank, wrapping around when there are more ranks
-/// than accelerators.
+/// The device of a local rank: `options.device`, the CPU if asked for or if there is no
+/// accelerator, else the accelerator with the number of the local rank, wrapping around when there
+/// are more ranks than accelerators.
 at::Device choose_device(const StateOptions& options, int local_rank);
 
 }  // namespace accelerate
