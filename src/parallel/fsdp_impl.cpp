@@ -206,7 +206,7 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
   reduce_group = group.split(group.rank() / size, group.rank(), "fsdp_reduce");
   replicate_group = group.split(group.rank() % size, group.rank(), "fsdp_replicate");
   const int share = options.reshard_after_forward().group_size;
-  if (share < 0 || (share > 0 && size % share != 0)) {
+  if (share < 0 || (share > 0 && share < size && size % share != 0)) {
     throw ShardingError(text::concat(
         "FsdpOptions::reshard_after_forward is ", share,
         " ranks, and it must divide the ", size,
