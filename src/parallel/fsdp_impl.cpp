@@ -93,17 +93,20 @@ void Fsdp::Impl::announce(const comm::Group& group, const std::string& event) co
   for (std::size_t other = 1; other < events.size(); ++other) {
     if (events[other] == events[0]) continue;
     const auto& ranks = group.global_ranks();
-    throw ShardingError(text::concat(
-        "The ranks went different ways: rank ", ranks[0], " ", events[0], " while rank ",
-        ranks[other], " ", events[other],
-        ". Every rank must run the same modules in the same order; this rank is ",
-        ranks[static_cast<std::size_t>(group.rank())], "."));
+    throw ShardingError(
+        text::concat("The ranks went different ways: rank ", ranks[0], " ", events[0],
+                     " while rank ", ranks[other], " ", events[other],
+                     ". Every rank must run the same modules in the same order; this rank is ",
+                     ranks[static_cast<std::size_t>(group.rank())], "."));
   }
 }
 
 Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOptions given,
                  const comm::Group& group)
-    : name(std::move(strategy_name)), module(record), options(std::move(given)), world_rank(group.rank()) {
+    : name(std::move(strategy_name)),
+      module(record),
+      options(std::move(given)),
+      world_rank(group.rank()) {
   if (!options.reshard_after_forward().enabled || options.reshard_after_forward().group_size == 1) {
     auto& strategy = options.sharding_strategy();
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
@@ -208,8 +211,7 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
   const int share = options.reshard_after_forward().group_size;
   if (share < 0 || (share > 0 && share < size && size % share != 0)) {
     throw ShardingError(text::concat(
-        "FsdpOptions::reshard_after_forward is ", share,
-        " ranks, and it must divide the ", size,
+        "FsdpOptions::reshard_after_forward is ", share, " ranks, and it must divide the ", size,
         " ranks that a unit is sharded over. Use a divisor, true or false."));
   }
   if (share > 1 && share < size)

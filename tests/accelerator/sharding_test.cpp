@@ -146,7 +146,8 @@ TEST(Sharding, AnOptimizerThatHasSteppedIsTooLate) {
   net(batch_of(0, 0)).sum().backward();
   adam.step();
   adam.zero_grad();
-  EXPECT_THAT(message_of([&] { accelerator.prepare(net, adam); }), HasSubstr("before the first step"));
+  EXPECT_THAT(message_of([&] { accelerator.prepare(net, adam); }),
+              HasSubstr("before the first step"));
   accelerator.free_memory();
 }
 
@@ -156,7 +157,8 @@ TEST(Sharding, TorchScriptUnderTheFacade) {
   torch::jit::Module script("net");
   script.register_parameter("weight", torch::randn({5, 6}, torch::kDouble).requires_grad_(), false);
   script.register_parameter("bias", torch::randn({5}, torch::kDouble).requires_grad_(), false);
-  script.define("def forward(self, x):\n  return torch.tanh(torch.linear(x, self.weight, self.bias))\n");
+  script.define(
+      "def forward(self, x):\n  return torch.tanh(torch.linear(x, self.weight, self.bias))\n");
   std::vector<torch::Tensor> parameters;
   std::vector<torch::Tensor> plain;
   for (const auto& parameter : script.parameters()) {
@@ -258,9 +260,10 @@ TEST(Resolve, ReadsShardingFromTheFileAndNamesWhatIsWrongInIt) {
   EXPECT_THAT(with({{"cpu_offload", "perhaps"}}), HasSubstr("perhaps"));
   EXPECT_THAT(with(Json::object(), "ddp"), HasSubstr("no use for"));
   EXPECT_THAT(message_of([] {
-                resolve(AcceleratorOptions(), Environment{{"ACCELERATE_USE_FSDP", "1"},
-                                                          {"FSDP_AUTO_WRAP_POLICY", "random"}},
-                        Json::object());
+                resolve(
+                    AcceleratorOptions(),
+                    Environment{{"ACCELERATE_USE_FSDP", "1"}, {"FSDP_AUTO_WRAP_POLICY", "random"}},
+                    Json::object());
               }),
               HasSubstr("size_based_wrap"));
   MixedPrecisionPolicy policy;
