@@ -7,6 +7,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
 #include <array>
 #include <exception>
@@ -209,6 +210,7 @@ void CheckpointFrame::Impl::compute_again() {
   const AutocastScope cpu = as_before(autocast_[0]);
   const AutocastScope cuda = as_before(autocast_[1]);
   const at::AutoGradMode with_gradients(true);
+  const PlainTorchScript plain;
   std::optional<RngState> now;
   if (rng_) {
     now = RngState::capture();
@@ -233,6 +235,12 @@ void CheckpointFrame::Impl::compute_again() {
     std::rethrow_exception(error);
   }
 }
+
+PlainTorchScript::PlainTorchScript() : was_optimized_(torch::jit::getGraphExecutorOptimize()) {
+  torch::jit::setGraphExecutorOptimize(false);
+}
+
+PlainTorchScript::~PlainTorchScript() { torch::jit::setGraphExecutorOptimize(was_optimized_); }
 
 CheckpointFrame::CheckpointFrame(const std::vector<at::Tensor>& inputs, Again again,
                                  const ActivationCheckpointOptions& options)

@@ -34,6 +34,19 @@ class ActivationCheckpointOptions {
 
 namespace detail {
 
+/// While it lives, this thread's TorchScript runs as it is written. Its optimizer takes effect from
+/// the second or third call on, and saves other tensors for backward than the calls before.
+class PlainTorchScript {
+ public:
+  PlainTorchScript();
+  ~PlainTorchScript();
+  PlainTorchScript(const PlainTorchScript&) = delete;
+  PlainTorchScript& operator=(const PlainTorchScript&) = delete;
+
+ private:
+  bool was_optimized_;
+};
+
 /// One call of `checkpoint`: counts what is saved inside it, and computes it again when backward
 /// asks for it.
 class CheckpointFrame {
@@ -50,6 +63,7 @@ class CheckpointFrame {
   class Impl;
   std::shared_ptr<Impl> impl_;
   parallel::SavedTensorScope scope_;
+  PlainTorchScript plain_;
 };
 
 template <class T, class Visitor>
@@ -67,7 +81,7 @@ void for_each_tensor_of(T& input, Visitor&& visitor) {
 /// core/tree.hpp) are saved as autograd saves them. Nests. Gradients are those that the same call
 /// without `checkpoint` gives, those of gradients included, for a `function` that does the same
 /// both times. What it refers to (a module, say) must live until backward. A parameter that is
-/// sharded is gathered again.
+/// sharded is gathered again. TorchScript runs without its optimizer inside.
 ///
 /// `function` is copied; pass std::ref to refer to one. Member functions work:
 /// `checkpoint(&BlockImpl::forward, block.ptr(), x)`.
