@@ -77,8 +77,7 @@ class Recorder {
 
   /// Collective. The summary of the run, on every rank. Writes the memory file, if one was asked
   /// for.
-  accelerate::Json finish(const std::vector<accelerate::NamedTensor>& parameters,
-                          const accelerate::Json& eval);
+  accelerate::Json finish(accelerate::PreparedModuleBase& model, const accelerate::Json& eval);
 
  private:
   accelerate::Accelerator& accelerator_;

@@ -6,6 +6,8 @@
 #include <parallel/kept_tensor.hpp>
 
 #include <ATen/autocast_mode.h>
+#include <c10/util/Type.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
@@ -13,6 +15,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <typeinfo>
 
 namespace accelerate::detail {
 namespace {
@@ -36,8 +39,16 @@ struct Autocast {
   }
 };
 
-std::string describe_tensor(at::ScalarType dtype, at::IntArrayRef sizes, at::Device device) {
-  return text::concat(dtype, " [", text::join(sizes, ", ", 16), "] on ", device);
+// Tells results of different operators apart, which may have the same shape.
+const std::type_info* source_of(const at::Tensor& tensor) {
+  const auto& node = tensor.grad_fn();
+  return node == nullptr ? nullptr : &typeid(*node);
+}
+
+std::string describe_tensor(at::ScalarType dtype, at::IntArrayRef sizes, at::Device device,
+                            const std::type_info* source) {
+  return text::concat(dtype, " [", text::join(sizes, ", ", 16), "] on ", device, " from ",
+                      source == nullptr ? "no operator" : c10::demangle(source->name()));
 }
 
 }  // namespace
@@ -72,13 +83,19 @@ class CheckpointFrame::Impl final : public parallel::SavedTensorPolicy,
     std::vector<std::int64_t> sizes;
     at::ScalarType dtype;
     at::Device device;
-    bool needed = true;  // backward may still ask for it
-    KeptTensor value;    // between being computed again and being asked for
+    const std::type_info* source;  // the type of the node that made it, null for a leaf
+    bool needed = true;            // backward may still ask for it
+    KeptTensor value;              // between being computed again and being asked for
   };
 
   std::size_t add(const at::Tensor& tensor, bool needed) {
     const std::lock_guard lock(mutex_);
-    slots_.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device(), needed, {}});
+    slots_.push_back({tensor.sizes().vec(),
+                      tensor.scalar_type(),
+                      tensor.device(),
+                      source_of(tensor),
+                      needed,
+                      {}});
     return slots_.size() - 1;
   }
 
@@ -186,11 +203,16 @@ void CheckpointFrame::Impl::receive(Run& run, const at::Tensor& tensor) {
   }
   Slot& slot = slots_[index];
   if (slot.needed) {
+    const std::type_info* source = source_of(tensor);
+    const bool same_source =
+        source == slot.source ||
+        (source != nullptr && slot.source != nullptr && *source == *slot.source);
     if (tensor.sizes() != at::IntArrayRef(slot.sizes) || tensor.scalar_type() != slot.dtype ||
-        tensor.device() != slot.device) {
-      refuse(text::concat("tensor ", index + 1, " of the ", slots_.size(), " it saves was ",
-                          describe_tensor(slot.dtype, slot.sizes, slot.device), " and is now ",
-                          describe_tensor(tensor.scalar_type(), tensor.sizes(), tensor.device())));
+        tensor.device() != slot.device || !same_source) {
+      refuse(text::concat(
+          "tensor ", index + 1, " of the ", slots_.size(), " it saves was ",
+          describe_tensor(slot.dtype, slot.sizes, slot.device, slot.source), " and is now ",
+          describe_tensor(tensor.scalar_type(), tensor.sizes(), tensor.device(), source)));
     }
     slot.value = KeptTensor(tensor.detach());
   }
