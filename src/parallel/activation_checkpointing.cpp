@@ -114,7 +114,7 @@ class CheckpointFrame::Impl final : public parallel::SavedTensorPolicy,
 
   void compute_again();
   void receive(Run& run, const at::Tensor& tensor);
-  [[noreturn]] void refuse(const std::string& what) const;
+  [[noreturn]] static void refuse(Run& run, const std::string& what);
 
   // Held while computing again: backward threads that want other tensors of this frame wait.
   // Recursive, because a function may end with the release of tensors of its own frame.
@@ -182,15 +182,17 @@ struct CheckpointFrame::Impl::Run final : parallel::SavedTensorPolicy {
   std::size_t last_needed = 0;
   std::size_t count = 0;
   bool all_there = false;
+  std::exception_ptr refusal;
 };
 
-void CheckpointFrame::Impl::refuse(const std::string& what) const {
-  throw StateError(text::concat(
+void CheckpointFrame::Impl::refuse(Run& run, const std::string& what) {
+  run.refusal = std::make_exception_ptr(StateError(text::concat(
       "A function under checkpoint() did something else when it was called again for backward: ",
       what,
       ". It must do the same each time it is called with the same inputs and random state. Take "
       "what changes (a counter, a cache, a flag) out of it or give it as an input, and leave "
-      "preserve_rng_state on if it draws random numbers."));
+      "preserve_rng_state on if it draws random numbers.")));
+  std::rethrow_exception(run.refusal);
 }
 
 void CheckpointFrame::Impl::receive(Run& run, const at::Tensor& tensor) {
@@ -198,7 +200,8 @@ void CheckpointFrame::Impl::receive(Run& run, const at::Tensor& tensor) {
   if (index >= slots_.size()) {
     // While the first call still runs (it takes gradients inside), it has not saved everything yet.
     if (complete_)
-      refuse(text::concat("it saved more than the ", slots_.size(), " tensors of the first time"));
+      refuse(run,
+             text::concat("it saved more than the ", slots_.size(), " tensors of the first time"));
     return;
   }
   Slot& slot = slots_[index];
@@ -209,10 +212,11 @@ void CheckpointFrame::Impl::receive(Run& run, const at::Tensor& tensor) {
         (source != nullptr && slot.source != nullptr && *source == *slot.source);
     if (tensor.sizes() != at::IntArrayRef(slot.sizes) || tensor.scalar_type() != slot.dtype ||
         tensor.device() != slot.device || !same_source) {
-      refuse(text::concat(
-          "tensor ", index + 1, " of the ", slots_.size(), " it saves was ",
-          describe_tensor(slot.dtype, slot.sizes, slot.device, slot.source), " and is now ",
-          describe_tensor(tensor.scalar_type(), tensor.sizes(), tensor.device(), source)));
+      refuse(run,
+             text::concat(
+                 "tensor ", index + 1, " of the ", slots_.size(), " it saves was ",
+                 describe_tensor(slot.dtype, slot.sizes, slot.device, slot.source), " and is now ",
+                 describe_tensor(tensor.scalar_type(), tensor.sizes(), tensor.device(), source)));
     }
     slot.value = KeptTensor(tensor.detach());
   }
@@ -244,12 +248,12 @@ void CheckpointFrame::Impl::compute_again() {
     const parallel::SavedTensorScope scope(run);
     again_(inputs);
     if (!run.all_there && complete_ && run.count != slots_.size()) {
-      refuse(
-          text::concat("it saved ", run.count, " tensors, and ", slots_.size(), " the first time"));
+      refuse(run, text::concat("it saved ", run.count, " tensors, and ", slots_.size(),
+                               " the first time"));
     }
   } catch (...) {
     // TorchScript's interpreter, for one, makes an exception of its own out of any.
-    if (!run.all_there) error = std::current_exception();
+    if (!run.all_there) error = run.refusal ? run.refusal : std::current_exception();
   }
   if (now) now->restore();
   if (error) {
