@@ -486,8 +486,10 @@ TEST(Fsdp, VolumesAreThoseOfTheStrategy) {
         Expected{Kind::shard_optimizer, 1}, Expected{Kind::no_shard, 0}}) {
     zoo::Specimen specimen = zoo::make("tied", 3);
     std::int64_t elements = 0;
-    for (const at::Tensor& parameter : parameters_of(specimen.record)) elements += parameter.numel();
-    Fsdp fsdp(specimen.record, FsdpOptions().sharding_strategy(strategy).prefetch_units(0), world());
+    for (const at::Tensor& parameter : parameters_of(specimen.record))
+      elements += parameter.numel();
+    Fsdp fsdp(specimen.record, FsdpOptions().sharding_strategy(strategy).prefetch_units(0),
+              world());
     const auto units = fsdp.num_units();
     auto traffic = traffic_of_a_step(specimen, fsdp);
     const FsdpStatistics statistics = fsdp.statistics();
