@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/core/memory_kind.hpp>
 #include <accelerate/intercept/engine.hpp>
 #include <intercept/quiet.hpp>
 
@@ -36,6 +37,7 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
     }
   }
   // Everything that can be refused has been; from here on the user's parameters change.
+  const MemoryKindScope kind(MemoryKind::parameters);
   for (const auto& unit : units_) {
     adopt(*unit, unit->flatten());
     unit->tag();
@@ -49,6 +51,7 @@ bool Engine::stays(const Entry& entry) const noexcept {
 }
 
 void Engine::start(Entry& entry, bool ahead) {
+  const MemoryKindScope kind(MemoryKind::parameters);
   const bool has_memory = entry.buffer.defined();
   entry.buffer = residency_.start_bring(*entry.unit, std::move(entry.buffer));
   entry.state = State::arriving;
@@ -81,6 +84,7 @@ void Engine::let_go(Entry& entry) {
 
 void Engine::empty(Entry& entry) {
   at::Tensor contents = entry.unit->storage().empty();
+  if (pass_open_ && kind_ == Pass::training) residency_.leaving(*entry.unit, contents);
   entry.state = State::absent;
   if (entry.stay == Stay::always) {
     entry.buffer = std::move(contents);
@@ -90,9 +94,12 @@ void Engine::empty(Entry& entry) {
 }
 
 std::vector<int> Engine::next_units() const {
-  std::vector<int> next;
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  const int most = in_backward ? options_.prefetch_in_backward : options_.prefetch;
+  return next_units(in_backward ? options_.prefetch_in_backward : options_.prefetch);
+}
+
+std::vector<int> Engine::next_units(int most) const {
+  std::vector<int> next;
   if (!pass_open_ || most <= 0) return next;
   std::int64_t bytes = 0;
   for (const Entry& entry : entries_) {
@@ -209,6 +216,15 @@ void Engine::end_pass() {
 bool Engine::in_pass(Pass kind) const {
   const std::lock_guard lock(mutex_);
   return pass_open_ && kind_ == kind;
+}
+
+void Engine::prefetch(int units) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for (const int index : next_units(units)) {
+    Entry& ahead = entries_[static_cast<std::size_t>(index)];
+    if (ahead.state == State::absent) start(ahead, /*ahead=*/true);
+  }
 }
 
 void Engine::refresh() {
