@@ -108,6 +108,8 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
   app.add_option("--data", flags.data, "the data file");
   app.add_option("--workers", flags.workers, "threads that prepare batches")->check(number(0));
   app.add_option("--summary", flags.summary, "write what happened to this file, as JSON");
+  app.add_option("--memory", flags.memory,
+                 "write where memory went to this file, for tools/plot_memory.py");
   app.add_flag("--quiet", flags.quiet, "no progress bar");
   try {
     app.parse(argc, argv);
@@ -179,12 +181,36 @@ std::vector<double> to_doubles(const std::vector<at::Tensor>& values) {
 
 }  // namespace
 
-Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags)
-    : accelerator_(accelerator), flags_(flags) {
+Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
+                   std::vector<at::Tensor> parameters)
+    : accelerator_(accelerator), flags_(flags), parameters_(std::move(parameters)) {
+  if (!flags.memory.empty()) {
+    for (const at::Tensor& parameter : parameters_)
+      accelerate::tracking::label(parameter, accelerate::MemoryKind::parameters);
+    memory_.emplace(
+        accelerate::tracking::MemoryTrackerOptions()
+            .label(accelerate::text::concat(accelerate::to_string(accelerator.strategy()), ", ",
+                                            accelerator.num_processes(), " process(es)"))
+            .rank(accelerator.process_index())
+            .device(accelerator.device()));
+  }
   accelerator_.world().reset_traffic();
 }
 
+void Recorder::phase(const std::string& name) {
+  phase_.reset();
+  if (memory_ && !name.empty()) {
+    // A region cannot be moved; it is made in its place.
+    phase_.reset(new accelerate::tracking::MemoryTracker::Region(memory_->region(name)));
+  }
+}
+
 void Recorder::micro_batch(const at::Tensor& loss, const at::Tensor& ids) {
+  if (memory_) {
+    for (const at::Tensor& parameter : parameters_)
+      accelerate::tracking::label(parameter.grad(), accelerate::MemoryKind::gradients);
+  }
+  phase();
   losses_.push_back(loss.detach());
   ids_.push_back(ids.detach());
 }
@@ -202,7 +228,10 @@ double Recorder::last_loss() const { return losses_.empty() ? 0.0 : losses_.back
 
 Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   const torch::NoGradGuard no_grad;
-  const Json peaks{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}};
+  phase();
+  const Json peaks{{"resident", peak_resident_bytes()},
+                   {"tensors", accelerate::tracking::tensor_bytes().peak}};
+  const Json memory = memory_ ? memory_->to_json() : Json();
   // Traffic first: what follows is the summary's own.
   Json bytes = Json::object();
   Json calls = Json::object();
@@ -250,6 +279,12 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   for (const Json& other : accelerator_.gather_object(peaks)) {
     resident.push_back(other.at("resident").get<std::int64_t>());
     tensor_bytes.push_back(other.at("tensors").get<std::int64_t>());
+  }
+
+  if (memory_) {
+    const auto processes = accelerator_.gather_object(memory);
+    if (accelerator_.is_main_process())
+      accelerate::tracking::write_memory_file(flags_.memory, processes);
   }
 
   Json summary;

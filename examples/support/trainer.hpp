@@ -4,6 +4,7 @@
 // trainer's own work, model, data and loop, is in its own file.
 
 #include <accelerate/accelerate.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -34,6 +35,7 @@ struct Flags {
   bool cpu = false;
   std::string data;
   std::string summary;
+  std::string memory;
   std::int64_t workers = 0;
   bool quiet = false;
 
@@ -58,9 +60,14 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags,
 /// and sample ids stay on their rank until `finish`.
 class Recorder {
  public:
-  Recorder(accelerate::Accelerator& accelerator, const Flags& flags);
+  /// `parameters` are the model's, so that the memory file knows theirs and their gradients' bytes.
+  Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
+           std::vector<at::Tensor> parameters);
 
-  /// One micro-batch: its mean loss and the ids of its samples.
+  /// What the program does from now on, for the memory file; nothing in particular if empty.
+  void phase(const std::string& name = {});
+
+  /// One micro-batch is done: its mean loss and the ids of its samples. Ends the phase.
   void micro_batch(const at::Tensor& loss, const at::Tensor& ids);
   /// One optimizer step, with the norm of the gradients before clipping.
   void step(const at::Tensor& grad_norm);
@@ -68,12 +75,16 @@ class Recorder {
   /// "step 12/100 loss 0.412" for a progress bar; waits for the device.
   double last_loss() const;
 
-  /// Collective. The summary of the run, on every rank.
+  /// Collective. The summary of the run, on every rank. Writes the memory file, if one was asked
+  /// for.
   accelerate::Json finish(accelerate::PreparedModuleBase& model, const accelerate::Json& eval);
 
  private:
   accelerate::Accelerator& accelerator_;
   const Flags& flags_;
+  std::vector<at::Tensor> parameters_;
+  std::optional<accelerate::tracking::MemoryTracker> memory_;
+  std::unique_ptr<accelerate::tracking::MemoryTracker::Region> phase_;
   std::vector<at::Tensor> losses_;
   std::vector<at::Tensor> grad_norms_;
   std::vector<at::Tensor> ids_;

@@ -122,8 +122,8 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   const bool trained = !evaluation_mode && std::any_of(record.parameters().begin(),
                                                        record.parameters().end(), trainable);
   if (trained && strategy_ == StrategyKind::automatic) {
-    const StrategyChoice choice = choose_strategy(strategy_facts(
-        record, device(), state_->topology().local_world_size, world()));
+    const StrategyChoice choice = choose_strategy(
+        strategy_facts(record, device(), state_->topology().local_world_size, world()));
     log::info(choice.why);
     strategy_ = choice.kind;
     set_stage(strategy_, fsdp_);
@@ -226,7 +226,7 @@ void Accelerator::require_prepared_optimizers() const {
         text::concat("No prepared optimizer holds the parameters of a prepared module, and ",
                      entry.core->strategy->owns_leaves() ? "those parameters are sharded"
                      : scaler_                           ? "fp16 gradients are scaled"
-                             : "gradients are accumulated over several micro-batches",
+                               : "gradients are accumulated over several micro-batches",
                      ", which an optimizer that was not prepared knows nothing of. Give the "
                      "optimizer to prepare() and use what it "
                      "returns."));

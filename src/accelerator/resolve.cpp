@@ -208,7 +208,7 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
                         const Json& file) {
   refuse_what_libtorch_lacks(environment);
   static const std::vector<std::string> kKeys{
-      "mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",   "backend",
+      "mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",    "backend",
       "timeout",         "heartbeat_timeout",           "debug",    "device", "fsdp"};
   std::vector<std::string> unknown;
   for (const auto& [key, value] : file.items()) {

@@ -26,8 +26,8 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
 /// zero1 to zero3 are FsdpOptions with a name; does nothing for the other strategies.
 void set_stage(StrategyKind strategy, FsdpOptions& fsdp);
 
-/// FsdpOptions from the original's FSDP_* variables and the object "fsdp" of the configuration file;
-/// nothing when neither asks for it.
+/// FsdpOptions from the original's FSDP_* variables and the object "fsdp" of the configuration
+/// file; nothing when neither asks for it.
 std::optional<FsdpOptions> resolve_fsdp(const Environment& environment, const Json& file);
 
 /// The configuration file named by `options` or the environment, or an empty object. Throws

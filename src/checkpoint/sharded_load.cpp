@@ -174,7 +174,16 @@ std::string Load::text(const std::string& name) const {
         text::concat("The checkpoint ", folder_.string(), " has no ", name, "."),
         folder_.string());
   }
-  return io::read_file(folder_ / name);
+  const std::string contents = io::read_file(folder_ / name);
+  const auto file = std::find_if(manifest_.files.begin(), manifest_.files.end(),
+                                 [&](const io::SavedFile& one) { return one.name == name; });
+  if (io::block_checksums(std::as_bytes(std::span(contents))) != file->checksums) {
+    throw CheckpointError(text::concat((folder_ / name).string(),
+                                       " is damaged: its contents are not those that were written. "
+                                       "Nothing was loaded; use another checkpoint."),
+                          (folder_ / name).string());
+  }
+  return contents;
 }
 
 void Load::read_one(const Wanted& wanted, io::PieceReader& reader) const {

@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/core/memory_kind.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -67,8 +68,10 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   }
   skipped_.reset();
   at::Tensor result;
+  const MemoryKindScope kind(MemoryKind::optimizer_state);
   if (closure) {
     result = optimizer_->step([&] {
+      const MemoryKindScope its_own(MemoryKind::other);
       at::Tensor loss = closure();
       ready_gradients();
       return loss;

@@ -95,8 +95,8 @@ std::vector<NamedTensor> Strategy::state_dict(const StateDictOptions& options) c
 
 void Strategy::load_state_dict(const std::vector<NamedTensor>& state, const StateDictOptions&,
                                bool strict) {
-  StateMatch(state, all_names(module_, module_.parameters()),
-             all_names(module_, module_.buffers()), strict)
+  StateMatch(state, all_names(module_, module_.parameters()), all_names(module_, module_.buffers()),
+             strict)
       .copy_rest();
 }
 

@@ -133,7 +133,7 @@ class Load {
   /// Collective. Every file is as it was written, each byte checked by a process that needs it:
   /// throws CheckpointError on every process when one byte is not.
   void verify();
-  /// A small file that was verified.
+  /// A small file, verified. Throws CheckpointError when it is not there or damaged.
   std::string text(const std::string& name) const;
   bool has_file(const std::string& name) const;
   /// Fills everything that was wanted. Tensors of another dtype are converted.
