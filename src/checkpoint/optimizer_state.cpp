@@ -175,8 +175,8 @@ Json describe_state(torch::jit::Module& state, const Slot& slot, TensorGroup& gr
     } else if (value.isTensorList() && is_whole(slot)) {
       Json shapes = Json::array();
       for (const at::Tensor& tensor : value.toTensorVector()) {
-        add_whole(text::concat(name, ".", shapes.size()), tensor);
-        shapes.push_back(tensor.sizes().vec());
+        if (tensor.defined()) add_whole(text::concat(name, ".", shapes.size()), tensor);
+        shapes.push_back(tensor.defined() ? Json(tensor.sizes().vec()) : Json());
       }
       entries[key] = {{"kind", kList}, {"shapes", std::move(shapes)}};
     } else if (auto json = to_json(value)) {
@@ -367,8 +367,10 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
           } else if (kind == kList) {
             c10::List<at::Tensor> list;
             std::size_t index = 0;
-            for (const Json& shape : entry.at("shapes"))
-              list.push_back(whole(text::concat(full, ".", index++), shape));
+            for (const Json& shape : entry.at("shapes")) {
+              const std::string as = text::concat(full, ".", index++);
+              list.push_back(shape.is_null() ? at::Tensor() : whole(as, shape));
+            }
             state->emplace(key, std::move(list));
           } else {
             refuse("its description has the unknown kind '", kind, "'.");

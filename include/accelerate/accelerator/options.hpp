@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/accelerator/project.hpp>
 #include <accelerate/comm/world.hpp>
 #include <accelerate/core/random.hpp>
 #include <accelerate/data/configuration.hpp>
@@ -81,6 +82,8 @@ struct AcceleratorOptions {
   TORCH_ARG(std::optional<FsdpOptions>, fsdp) = std::nullopt;
   TORCH_ARG(GradScalerOptions, grad_scaler);
   TORCH_ARG(AutocastOptions, autocast);
+  /// Where checkpoints go and how they are called.
+  TORCH_ARG(ProjectConfiguration, project_config);
   /// A JSON file with any of: mixed_precision, gradient_accumulation_steps, strategy, cpu, backend,
   /// timeout and heartbeat_timeout (seconds), debug, device, fsdp (an object with FsdpOptions'
   /// names). Environment: ACCELERATE_CONFIG_FILE.
