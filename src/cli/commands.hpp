@@ -15,5 +15,6 @@ namespace accelerate::cli {
 /// neither an option of `launch` nor the value of one.
 void add_launch(CLI::App& app, const std::vector<std::string>& rest, int& exit_code);
 void add_env(CLI::App& app, int& exit_code);
+void add_merge_weights(CLI::App& app, int& exit_code);
 
 }  // namespace accelerate::cli
