@@ -182,8 +182,7 @@ TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
   TensorGroup group;
   group.name = std::move(name);
   for (const parallel::ParameterShard& shard : strategy.shards()) {
-    TensorPart part = part_of(shard, shard.leaf);
-    if (part.count > 0 || part.is_whole()) group.parts.push_back(std::move(part));
+    group.parts.push_back(part_of(shard, shard.leaf));
   }
   const ModuleRecord& module = strategy.module();
   for (const NamedTensor& buffer : module.buffers()) {
@@ -211,7 +210,11 @@ Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
   partial_ = folder_.parent_path() / ("." + folder_.filename().string() + ".partial");
 }
 
-void Save::add(TensorGroup tensors) { groups_.push_back(std::move(tensors)); }
+void Save::add(TensorGroup tensors) {
+  std::erase_if(tensors.parts,
+                [](const TensorPart& part) { return part.count == 0 && !part.is_whole(); });
+  groups_.push_back(std::move(tensors));
+}
 
 void Save::add_file(std::string name, std::string contents) {
   texts_.insert_or_assign(std::move(name), std::move(contents));
