@@ -4,7 +4,7 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
-#include <accelerate/optim/optimizer.hpp>
+#include <accelerate/optim/adafactor.hpp>
 
 #include "checkpoint/archives.hpp"
 #include "checkpoint/optimizer_slots.hpp"
@@ -199,6 +199,13 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
         auto& state = incoming.emplace_back();
         if (!states.contains(slot.name) || (slot.shard.elements == 0 && !slot.is_whole())) continue;
         state.emplace();
+        if (dynamic_cast<const optim::Adafactor*>(&optimizer) != nullptr &&
+            states.at(slot.name).contains("variance") == (slot.shard.leaf.dim() > 1)) {
+          refuse("its state of '", slot.name,
+                 "' was computed from parts of the parameter that are cut otherwise: Adafactor keeps "
+                 "rows and columns of what a process has. Load it on as many processes, with the same "
+                 "strategy, as saved it.");
+        }
         for (const auto& [key, entry] : states.at(slot.name).items()) {
           const auto kind = entry.at("kind").get<std::string>();
           const std::string full = slot.name + "/" + key;

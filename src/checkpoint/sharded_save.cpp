@@ -103,7 +103,11 @@ GroupPlan plan_group(const std::vector<Json>& by_rank, std::size_t index,
       replicas_differ = replicas_differ || candidate.of_first;
     }
   }
-  for (const auto& [key, candidate] : parts) bytes += candidate.bytes;
+  for (const auto& [key, candidate] : parts) {
+    bytes += candidate.bytes;
+    // Small parameters may each be whole, and one here and one there.
+    plan.whole = plan.whole && candidate.ranks.size() == by_rank.size();
+  }
   if (plan.whole) {
     plan.owner = replicas_differ ? 0 : static_cast<int>(index % by_rank.size());
     load[static_cast<std::size_t>(plan.owner)] += bytes;
