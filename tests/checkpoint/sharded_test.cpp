@@ -14,7 +14,6 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
@@ -24,6 +23,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
+#include <nlohmann/json.hpp>
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -81,8 +81,8 @@ std::shared_ptr<torch::optim::Optimizer> make_optimizer(Optim kind,
   };
   switch (kind) {
     case Optim::adamw:
-      return std::make_shared<torch::optim::AdamW>(groups(
-          torch::optim::AdamWOptions(1e-2), torch::optim::AdamWOptions(3e-3).amsgrad(true)));
+      return std::make_shared<torch::optim::AdamW>(
+          groups(torch::optim::AdamWOptions(1e-2), torch::optim::AdamWOptions(3e-3).amsgrad(true)));
     case Optim::fused_adamw:
       return std::make_shared<optim::FusedAdamW>(
           groups(optim::FusedAdamWOptions(1e-2), optim::FusedAdamWOptions(3e-3).amsgrad(true)));
@@ -101,7 +101,7 @@ std::shared_ptr<torch::optim::Optimizer> make_optimizer(Optim kind,
 // A module with its strategy and optimizer, as one run has them.
 struct Session {
   Session(const comm::Group& group, const std::string& strategy_name, std::int64_t seed,
-      Optim kind = Optim::adamw, std::int64_t width = 13)
+          Optim kind = Optim::adamw, std::int64_t width = 13)
       : group(group), net(std::make_shared<NetImpl>(seed, width)) {
     const ModuleRecord record{std::shared_ptr<torch::nn::Module>(net)};
     std::vector<at::Tensor> parameters;
@@ -213,10 +213,9 @@ std::map<std::string, at::Tensor> everything(const fs::path& folder) {
   std::map<std::string, at::Tensor> all;
   for (const auto& [group, tensors] : load.manifest().groups) {
     for (const auto& [name, saved] : tensors) {
-      at::Tensor tensor = at::empty(saved.shape, at::TensorOptions().dtype(
-                                                     saved.dtype == io::safetensors::Dtype::kI64
-                                                         ? at::kLong
-                                                         : at::kFloat));
+      at::Tensor tensor = at::empty(
+          saved.shape, at::TensorOptions().dtype(
+                           saved.dtype == io::safetensors::Dtype::kI64 ? at::kLong : at::kFloat));
       load.want(group, whole_part(name, tensor));
       all.emplace(group + "/" + name, tensor);
     }
@@ -287,8 +286,8 @@ TEST(Sharded, AnyNumberOfProcessesAndStrategyLoadsWhatAnyOtherSaved) {
       }
       world().barrier();
       if (world().rank() == 0)
-        expect_equal(saved, again, ::testing::PrintToString(from) + " to " +
-                                       ::testing::PrintToString(to));
+        expect_equal(saved, again,
+                     ::testing::PrintToString(from) + " to " + ::testing::PrintToString(to));
       world().barrier();
     }
   }
@@ -443,9 +442,8 @@ TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
   if (world().rank() == 0) {
     Session run(comm::Group(), "single", 3);
     run.save(saved);
-    EXPECT_EQ(io::names_in(saved),
-              (std::vector<std::string>{"manifest.json", "model.safetensors", "optimizer.bin",
-                                        "optimizer.json"}));
+    EXPECT_EQ(io::names_in(saved), (std::vector<std::string>{"manifest.json", "model.safetensors",
+                                                             "optimizer.bin", "optimizer.json"}));
     EXPECT_EQ(io::names_in(folder.path()), (std::vector<std::string>{"saved"}));
   }
   world().barrier();

@@ -64,8 +64,8 @@ TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data
 /// the buffers.
 TensorGroup module_group(const parallel::Strategy& strategy, std::string name);
 
-/// One checkpoint being saved. Construct it, `add` what it has, `plan`, perhaps `take_snapshot`, then
-/// `write`.
+/// One checkpoint being saved. Construct it, `add` what it has, `plan`, perhaps `take_snapshot`,
+/// then `write`.
 class Save {
  public:
   /// A folder of the name `folder` is replaced when the checkpoint is complete, and not before;
