@@ -48,13 +48,13 @@ class Settings {
   }
 
   /// One number for all groups, or one for each.
-  std::vector<double> each(const char* key, double otherwise, std::size_t groups) {
+  std::vector<double> each(const char* key, std::vector<double> otherwise) {
     known_.insert(key);
     const auto found = params_.find(key);
-    if (found == params_.end() || !found->is_array())
-      return std::vector<double>(groups, get<double>(key, otherwise));
+    if (found == params_.end() || found->is_null()) return otherwise;
+    if (!found->is_array()) return std::vector<double>(otherwise.size(), get<double>(key, 0.0));
     auto values = get<std::vector<double>>(key, {});
-    if (values.size() != groups) refuse(key, found->dump());
+    if (values.size() != otherwise.size()) refuse(key, found->dump());
     return values;
   }
 
@@ -191,10 +191,11 @@ std::unique_ptr<Scheduler> make_schedule(const std::string& type, const Json& pa
   Warmup::Shape shape;
   if (type == "WarmupLR" || type == "WarmupDecayLR") {
     shape.after = type == "WarmupLR" ? Warmup::After::stay : Warmup::After::linear;
-    shape.low = settings.each("warmup_min_lr", 0.0, rates.size());
-    // DeepSpeed: that of the first group, or 0.001 where it decays.
-    const double top = shape.after == Warmup::After::stay && !rates.empty() ? rates[0] : 1e-3;
-    shape.high = settings.each("warmup_max_lr", top, rates.size());
+    shape.low = settings.each("warmup_min_lr", std::vector<double>(rates.size(), 0.0));
+    // DeepSpeed's defaults: the groups' own rates, or 0.001 where it decays.
+    shape.high = settings.each("warmup_max_lr", shape.after == Warmup::After::stay
+                                                    ? rates
+                                                    : std::vector<double>(rates.size(), 1e-3));
   } else if (type == "WarmupCosineLR") {
     shape.after = Warmup::After::cosine;
     shape.high = rates;

@@ -258,7 +258,8 @@ void read_precision(Section fp16, Section bf16, const DeepSpeedContext& context,
     return section.there() ? section.value<bool>("enabled", filled).value_or(false) : filled;
   };
   const bool is_fp16 = enabled(fp16, MixedPrecision::fp16);
-  const bool is_bf16 = enabled(bf16, MixedPrecision::bf16);
+  bool is_bf16 = enabled(bf16, MixedPrecision::bf16);
+  if (wanted == MixedPrecision::fp8) is_bf16 = false;  // what fp8 computes its other parts in
   if (is_fp16 && is_bf16)
     notes.problems.emplace_back("\"fp16.enabled\" and \"bf16.enabled\" are both true.");
   config.mixed_precision = is_fp16                         ? MixedPrecision::fp16
