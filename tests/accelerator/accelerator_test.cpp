@@ -470,8 +470,7 @@ TEST(Resolve, NamesWhatLibTorchDoesNotHave) {
                                                         {"ACCELERATE_USE_MPS_DEVICE", "yes"},
                                                         {"ACCELERATE_DYNAMO_BACKEND", "inductor"},
                                                         {"ACCELERATE_USE_MEGATRON_LM", "true"},
-                                                        {"ACCELERATE_USE_FSDP", "true"},
-                                                        {"ACCELERATE_USE_DEEPSPEED", "true"},
+                                                        {"ACCELERATE_USE_PARALLELISM_CONFIG", "true"},
                                                         {"ACCELERATE_TORCH_DEVICE", "mps"}}) {
     EXPECT_THROW(resolve(AcceleratorOptions(), Environment{{name, value}}, Json::object()),
                  UnsupportedError)
