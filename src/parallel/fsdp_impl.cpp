@@ -224,7 +224,12 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
   const std::int64_t length = unit.layout().part;
   const std::int64_t begin = gather_group.rank() * length;
   at::Tensor mine = flat.narrow(0, begin, length);
-  if (options.cpu_offload() && !mine.is_cpu()) {
+  const bool stays = options.sharding_strategy() == ShardingStrategy::shard_optimizer ||
+                     options.sharding_strategy() == ShardingStrategy::no_shard;
+  if (stays && !options.cpu_offload() && unit.compute_dtype() == unit.dtype() &&
+      flat.device() == unit.device()) {
+    part.whole = std::move(flat);
+  } else if (options.cpu_offload() && !mine.is_cpu()) {
     mine = mine.to(at::kCPU).pin_memory();
   } else if (gather_group.size() > 1) {
     mine = mine.clone();
@@ -250,8 +255,9 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
 at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   announce(gather_group, text::concat("gathers the unit '", unit.name(), "'"));
-  at::Tensor whole = reuse.defined()
-                         ? std::move(reuse)
+  at::Tensor whole = reuse.defined() ? std::move(reuse)
+                     : part.whole.defined()
+                         ? part.whole
                          : at::empty({unit.layout().total()},
                                      at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
   if (part.reshard.defined()) {
