@@ -67,7 +67,7 @@ class MemoryFile(unittest.TestCase):
                 self.assertEqual(len(process["regions"]), 12)
 
     def test_kinds_are_those_of_the_strategy(self):
-        for strategy, copies in {"ddp": (1, 1, 2), "zero2": (1.5, 0.5, 1), "fsdp": (0.5, 0.5, 1)}.items():
+        for strategy, copies in {"ddp": (1, 1, 2), "zero2": (1, 0.5, 1), "fsdp": (0.5, 0.5, 1)}.items():
             one = 4 * self.summary[strategy]["parameter_count"]
             for process in self.memory[strategy]["processes"]:
                 # What is held while the optimizer steps: between two units' gathers.
