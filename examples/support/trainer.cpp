@@ -194,6 +194,8 @@ Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
                 accelerator.num_processes() == 1 ? " process" : " processes"))
             .rank(accelerator.process_index())
             .device(accelerator.device()));
+    // A path that cannot be written is found out now, and not after training.
+    if (accelerator.is_main_process()) memory_->write(flags.memory);
   }
   accelerator_.world().reset_traffic();
 }

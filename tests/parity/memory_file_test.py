@@ -106,10 +106,11 @@ class MemoryFile(unittest.TestCase):
             self.assertNotIn("Traceback", done.stderr)
 
     def test_a_file_that_cannot_be_written_is_an_error(self):
-        command = support.trainer("language_model", *FLAGS, "--data", support.text(self.path, 9), "--memory", self.path / "no" / "folder.json")
+        command = support.trainer("language_model", *FLAGS, "--data", support.text(self.path, 40), "--memory", self.path / "no" / "folder.json")
         done = support.run(command)
         self.assertEqual(done.returncode, 1)
         self.assertIn("cannot be written", done.stderr)
+        self.assertNotIn("loss", done.stdout, "found out after training")
 
 
 if __name__ == "__main__":
