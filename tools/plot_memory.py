@@ -152,7 +152,7 @@ def main(arguments):
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
     try:
-        figure.savefig(options.output, dpi=150, metadata={"Date": None} if options.output.suffix == ".svg" else None)
+        figure.savefig(options.output, dpi=110, metadata={"Date": None} if options.output.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         fail(f"{options.output} cannot be written: {error}")
     print(options.output)

@@ -189,8 +189,9 @@ Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
       accelerate::tracking::label(parameter, accelerate::MemoryKind::parameters);
     memory_.emplace(
         accelerate::tracking::MemoryTrackerOptions()
-            .label(accelerate::text::concat(accelerate::to_string(accelerator.strategy()), ", ",
-                                            accelerator.num_processes(), " process(es)"))
+            .label(accelerate::text::concat(
+                accelerate::to_string(accelerator.strategy()), ", ", accelerator.num_processes(),
+                accelerator.num_processes() == 1 ? " process" : " processes"))
             .rank(accelerator.process_index())
             .device(accelerator.device()));
   }

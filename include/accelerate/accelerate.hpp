@@ -19,4 +19,7 @@
 #include <accelerate/optim/optimizer.hpp>
 #include <accelerate/optim/scheduler.hpp>
 #include <accelerate/optim/schedules.hpp>
+#include <accelerate/parallel/activation_checkpointing.hpp>
+#include <accelerate/parallel/activation_offload.hpp>
 #include <accelerate/state/state.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>
