@@ -15,6 +15,12 @@ set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL TRUE)
 find_package(Threads REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(spdlog REQUIRED)
+# xxHash: its header alone, compiled into the library, so that nothing needs to be linked.
+find_path(ACCELERATE_XXHASH_INCLUDE xxhash.h)
+if(NOT ACCELERATE_XXHASH_INCLUDE)
+  message(FATAL_ERROR "xxhash.h was not found, which the checksums of checkpoints need. Install libxxhash-dev (xxhash-devel, xxhash), or name its folder with -DACCELERATE_XXHASH_INCLUDE=/path/to/include.")
+endif()
+mark_as_advanced(ACCELERATE_XXHASH_INCLUDE)
 
 # MPI: used for its C interface only.
 set(ACCELERATE_HAVE_MPI OFF)

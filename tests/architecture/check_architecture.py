@@ -14,7 +14,7 @@ from pathlib import Path
 ROOMS = {
     "base": [],
     "io": ["base"],
-    "device_map": ["base"],
+    "device_map": ["base", "io"],
     "core": ["base"],
     "comm": ["core"],
     "state": ["core", "comm"],

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+
+namespace accelerate::io {
+
+/// How a mapped range is about to be read.
+enum class Advice {
+  kNormal,
+  kSequential,  ///< from front to back, once: read far ahead
+  kRandom,      ///< here and there: do not read ahead
+  kWillNeed,    ///< soon: begin to read it in
+  kDontNeed,    ///< not again soon: its memory can be taken back
+};
+
+/// A file in memory, for reading only. The pages come from the file when they are touched, so a
+/// mapped file occupies memory only where it was read. Holds no file descriptor.
+class MappedFile {
+ public:
+  /// Throws CheckpointError when the file is missing, not a regular file, or cannot be mapped.
+  explicit MappedFile(const std::filesystem::path& path, Advice advice = Advice::kNormal);
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  ~MappedFile();
+
+  std::span<const std::byte> bytes() const noexcept { return {data_, size_}; }
+  std::size_t size() const noexcept { return size_; }
+  /// Absolute.
+  const std::filesystem::path& path() const noexcept { return path_; }
+
+  /// A part of it. Throws CheckpointError when the file is shorter.
+  std::span<const std::byte> slice(std::uint64_t offset, std::uint64_t bytes) const;
+
+  /// Tells the system how a range will be read. `bytes` beyond the end are cut off.
+  void advise(Advice advice, std::uint64_t offset = 0,
+              std::uint64_t bytes = ~std::uint64_t{0}) const noexcept;
+
+  /// Throws CheckpointError unless the file of this name is still the one that was mapped and is at
+  /// least as long. Reading the map of a file that was cut short ends the process with SIGBUS, so
+  /// call this before reading a map that was made long ago. A file that was only removed or
+  /// replaced can still be read, but this says so.
+  void check() const;
+
+ private:
+  std::filesystem::path path_;
+  const std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+  std::uint64_t device_ = 0;
+  std::uint64_t inode_ = 0;
+};
+
+}  // namespace accelerate::io

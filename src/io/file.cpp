@@ -1,0 +1,282 @@
+#include <accelerate/io/file.hpp>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "io/system_error.hpp"
+
+namespace accelerate::io {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::atomic<faults::Hook> fault_hook{nullptr};
+
+// What the test that set a hook wants to happen: 0, or an errno.
+int injected(faults::Operation operation, const fs::path& path, std::size_t& bytes) {
+  const faults::Hook hook = fault_hook.load(std::memory_order_acquire);
+  return hook == nullptr ? 0 : hook(operation, path, bytes);
+}
+
+int injected(faults::Operation operation, const fs::path& path) {
+  std::size_t bytes = 0;
+  return injected(operation, path, bytes);
+}
+
+// One system call moves at most this much, so that a signal or an injected fault is never far away.
+constexpr std::size_t kMostAtOnce = std::size_t{16} << 20;
+
+[[noreturn]] void throw_full(int error, const fs::path& path, std::uint64_t bytes) {
+  if (error == ENOSPC || error == EDQUOT) {
+    std::error_code ignored;
+    const auto space = fs::space(path.parent_path().empty() ? "." : path.parent_path(), ignored);
+    throw_system(error, path, "Could not write ",
+                 text::format_bytes(static_cast<std::int64_t>(bytes)), " to ", path.string(),
+                 ", whose disk has ",
+                 ignored ? std::string("an unknown number of bytes")
+                         : text::format_bytes(static_cast<std::int64_t>(space.available)),
+                 " free. Make room or save elsewhere");
+  }
+  throw_system(error, path, "Could not write ", bytes, " bytes to ", path.string());
+}
+
+fs::path folder_of(const fs::path& path) {
+  const fs::path folder = path.parent_path();
+  return folder.empty() ? fs::path(".") : folder;
+}
+
+}  // namespace
+
+void faults::set_hook(Hook hook) noexcept { fault_hook.store(hook, std::memory_order_release); }
+
+// ------------------------------------------------------------------------------------------ File
+
+File::File(fs::path path, int flags) : path_(std::move(path)) {
+  if (flags & O_CREAT) {
+    if (const int error = injected(faults::Operation::kCreate, path_)) {
+      throw_system(error, path_, "Could not make the file ", path_.string());
+    }
+  }
+  do {
+    descriptor_ = ::open(path_.c_str(), flags | O_CLOEXEC, 0666);
+  } while (descriptor_ < 0 && errno == EINTR);
+  if (descriptor_ < 0) {
+    throw_system(errno, path_, flags & O_CREAT ? "Could not make the file " : "Could not open ",
+                 path_.string());
+  }
+  // A folder opens for reading, and only fails when it is read.
+  struct stat status {};
+  if (::fstat(descriptor_, &status) == 0 && S_ISDIR(status.st_mode)) {
+    ::close(std::exchange(descriptor_, -1));
+    throw_system(EISDIR, path_, "Could not open ", path_.string(), " as a file");
+  }
+}
+
+File File::open(const fs::path& path) { return File(path, O_RDONLY); }
+File File::open_writable(const fs::path& path) { return File(path, O_RDWR); }
+File File::create(const fs::path& path) { return File(path, O_RDWR | O_CREAT | O_TRUNC); }
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
+}
+
+File::~File() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void File::read(void* data, std::size_t bytes, std::uint64_t offset) const {
+  std::size_t done = 0;
+  while (done < bytes) {
+    const ssize_t n =
+        ::pread(descriptor_, static_cast<char*>(data) + done, std::min(bytes - done, kMostAtOnce),
+                static_cast<off_t>(offset + done));
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      throw_system(errno, path_, "Could not read ", bytes, " bytes from byte ", offset, " of ",
+                   path_.string());
+    }
+    if (n == 0) {
+      throw_damaged(path_, path_.string(), " ends at byte ", offset + done, ", where ",
+                    bytes - done, " more bytes were expected. It was cut short.");
+    }
+    done += static_cast<std::size_t>(n);
+  }
+}
+
+void File::write(const void* data, std::size_t bytes, std::uint64_t offset) {
+  std::size_t done = 0;
+  while (done < bytes) {
+    std::size_t next = std::min(bytes - done, kMostAtOnce);
+    if (const int error = injected(faults::Operation::kWrite, path_, next)) {
+      throw_full(error, path_, bytes - done);
+    }
+    const ssize_t n = ::pwrite(descriptor_, static_cast<const char*>(data) + done, next,
+                               static_cast<off_t>(offset + done));
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      throw_full(errno, path_, bytes - done);
+    }
+    done += static_cast<std::size_t>(n);
+  }
+}
+
+void File::preallocate(std::uint64_t bytes) {
+  int error = injected(faults::Operation::kPreallocate, path_);
+  if (error == 0 && bytes > 0) {
+    do {
+      error = ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    } while (error == EINTR);
+    // Some file systems cannot: then a full disk shows while writing.
+    if (error == EOPNOTSUPP || error == ENOSYS) error = 0;
+  }
+  if (error == 0 && ::ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) error = errno;
+  if (error != 0) throw_full(error, path_, bytes);
+}
+
+void File::sync() {
+  int error = injected(faults::Operation::kSync, path_);
+  if (error == 0 && ::fsync(descriptor_) != 0) error = errno;
+  if (error != 0) throw_system(error, path_, "Could not bring ", path_.string(), " to the disk");
+}
+
+void File::close() {
+  const int descriptor = std::exchange(descriptor_, -1);
+  if (descriptor >= 0 && ::close(descriptor) != 0 && errno != EINTR) {
+    throw_system(errno, path_, "Closing ", path_.string(), " reported that a write was lost");
+  }
+}
+
+std::uint64_t File::size() const {
+  struct stat status {};
+  if (::fstat(descriptor_, &status) != 0) {
+    throw_system(errno, path_, "Could not tell the size of ", path_.string());
+  }
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+// ---------------------------------------------------------------------------------- whole files
+
+std::string read_file(const fs::path& path, std::uint64_t most) {
+  const File file = File::open(path);
+  const std::uint64_t size = file.size();
+  if (size > most) {
+    throw_damaged(path, path.string(), " has ", size, " bytes, and at most ", most,
+                  " were expected.");
+  }
+  std::string contents(size, '\0');
+  file.read(contents.data(), contents.size(), 0);
+  return contents;
+}
+
+void write_file(const fs::path& path, std::string_view contents) {
+  fs::path partial = path;
+  partial += text::concat(".", ::getpid(), ".partial");
+  try {
+    File file = File::create(partial);
+    file.write(contents.data(), contents.size(), 0);
+    file.sync();
+    file.close();
+    rename_durably(partial, path);
+  } catch (...) {
+    std::error_code ignored;  // the first error is the one to report
+    fs::remove(partial, ignored);
+    throw;
+  }
+}
+
+void sync_folder(const fs::path& folder) {
+  int error = injected(faults::Operation::kSync, folder);
+  if (error == 0) {
+    const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) {
+      error = errno;
+    } else {
+      // EINVAL: a file system that has nothing to sync for a folder.
+      if (::fsync(descriptor) != 0 && errno != EINVAL) error = errno;
+      ::close(descriptor);
+    }
+  }
+  if (error != 0) {
+    throw_system(error, folder, "Could not bring the names in ", folder.string(), " to the disk");
+  }
+}
+
+void rename_durably(const fs::path& from, const fs::path& to) {
+  int error = injected(faults::Operation::kRename, to);
+  if (error == 0 && ::rename(from.c_str(), to.c_str()) != 0) error = errno;
+  if (error != 0) {
+    throw_system(error, to, "Could not rename ", from.string(), " to ", to.string());
+  }
+  sync_folder(folder_of(to));
+}
+
+void delete_path(const fs::path& path) {
+  std::error_code code;
+  if (const int error = injected(faults::Operation::kRemove, path)) {
+    code.assign(error, std::generic_category());
+  } else {
+    fs::remove_all(path, code);
+  }
+  if (code) throw_system(code.value(), path, "Could not remove ", path.string());
+}
+
+void make_folders(const fs::path& folder) {
+  std::error_code code;
+  if (const int error = injected(faults::Operation::kCreate, folder)) {
+    code.assign(error, std::generic_category());
+  } else {
+    fs::create_directories(folder, code);
+  }
+  if (!code && !fs::is_directory(folder, code))
+    code = std::make_error_code(std::errc::not_a_directory);
+  if (code) throw_system(code.value(), folder, "Could not make the folder ", folder.string());
+}
+
+std::uint64_t free_bytes(const fs::path& path) {
+  fs::path there = fs::absolute(path);
+  std::error_code code;
+  while (!fs::exists(there, code) && there.has_relative_path()) there = there.parent_path();
+  const auto space = fs::space(there, code);
+  if (code) {
+    throw_system(code.value(), path, "Could not tell how much room there is for ", path.string());
+  }
+  return space.available;
+}
+
+// ------------------------------------------------------------------------------ TemporaryFolder
+
+TemporaryFolder::TemporaryFolder(const fs::path& parent, const std::string& prefix) {
+  std::string name = (parent / (prefix + "XXXXXX")).string();
+  int error = injected(faults::Operation::kCreate, name);
+  if (error == 0 && ::mkdtemp(name.data()) == nullptr) error = errno;
+  if (error != 0) {
+    throw_system(error, parent, "Could not make a temporary folder in ", parent.string());
+  }
+  path_ = name;
+}
+
+TemporaryFolder::TemporaryFolder(TemporaryFolder&& other) noexcept
+    : path_(std::exchange(other.path_, {})) {}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  if (!path_.empty()) fs::remove_all(path_, ignored);
+}
+
+fs::path TemporaryFolder::keep() noexcept { return std::exchange(path_, {}); }
+
+}  // namespace accelerate::io

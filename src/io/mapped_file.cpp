@@ -1,0 +1,100 @@
+#include <accelerate/io/mapped_file.hpp>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "io/system_error.hpp"
+
+namespace accelerate::io {
+
+namespace fs = std::filesystem;
+
+MappedFile::MappedFile(const fs::path& path, Advice advice) : path_(fs::absolute(path)) {
+  const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) throw_system(errno, path_, "Could not open ", path.string());
+  int error = 0;
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0) {
+    error = errno;
+  } else if (!S_ISREG(status.st_mode)) {
+    error = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+  } else if (status.st_size > 0) {  // an empty file cannot be mapped, and needs not be
+    size_ = static_cast<std::size_t>(status.st_size);
+    void* const at = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (at == MAP_FAILED) {
+      error = errno;
+    } else {
+      data_ = static_cast<const std::byte*>(at);
+    }
+  }
+  ::close(descriptor);
+  if (error != 0) throw_system(error, path_, "Could not map ", path.string(), " into memory");
+  device_ = status.st_dev;
+  inode_ = status.st_ino;
+  if (advice != Advice::kNormal) advise(advice);
+}
+
+MappedFile::~MappedFile() {
+  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), size_);
+}
+
+std::span<const std::byte> MappedFile::slice(std::uint64_t offset, std::uint64_t bytes) const {
+  if (offset > size_ || bytes > size_ - offset) {
+    throw_damaged(path_, path_.string(), " has ", size_, " bytes, and ", bytes, " bytes from byte ",
+                  offset, " on were asked for.");
+  }
+  return {data_ + offset, bytes};
+}
+
+void MappedFile::advise(Advice advice, std::uint64_t offset, std::uint64_t bytes) const noexcept {
+  if (offset >= size_) return;
+  bytes = std::min<std::uint64_t>(bytes, size_ - offset);
+  // madvise wants whole pages.
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  std::uint64_t begin = offset / page * page;
+  std::uint64_t end = offset + bytes;
+  int how = MADV_NORMAL;
+  switch (advice) {
+    case Advice::kNormal:
+      break;
+    case Advice::kSequential:
+      how = MADV_SEQUENTIAL;
+      break;
+    case Advice::kRandom:
+      how = MADV_RANDOM;
+      break;
+    case Advice::kWillNeed:
+      how = MADV_WILLNEED;
+      break;
+    case Advice::kDontNeed:
+      how = MADV_DONTNEED;
+      // Pages that others still read from stay.
+      begin = (offset + page - 1) / page * page;
+      if (end != size_) end = end / page * page;
+      break;
+  }
+  if (begin >= end) return;
+  ::madvise(const_cast<std::byte*>(data_ + begin), end - begin, how);  // a hint: it may be ignored
+}
+
+void MappedFile::check() const {
+  struct stat status {};
+  if (::stat(path_.c_str(), &status) != 0) {
+    throw_system(errno, path_, path_.string(), " was mapped into memory and is not there any more");
+  }
+  if (status.st_ino != inode_ || status.st_dev != device_) {
+    throw_damaged(path_, path_.string(),
+                  " was replaced by another file since it was mapped into memory. Open it again.");
+  }
+  if (static_cast<std::uint64_t>(status.st_size) < size_) {
+    throw_damaged(path_, path_.string(), " had ", size_,
+                  " bytes when it was mapped into memory and has ", status.st_size,
+                  " now. It was cut short.");
+  }
+}
+
+}  // namespace accelerate::io

@@ -1,0 +1,228 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/io/safetensors.hpp>
+
+#include <nlohmann/json.hpp>
+
+#include <cstdio>
+#include <set>
+
+#include "io/system_error.hpp"
+
+namespace accelerate::io::safetensors {
+
+namespace fs = std::filesystem;
+
+// --------------------------------------------------------------------------------------- Writer
+
+Writer::Writer(const fs::path& path, Header header)
+    : header_(std::move(header)), file_(File::create(path)) {
+  file_.preallocate(header_.file_bytes());
+  file_.write(header_.text().data(), header_.text().size(), 0);
+}
+
+void Writer::write(const TensorInfo& info, std::span<const std::byte> bytes, std::uint64_t offset) {
+  if (offset > info.bytes() || bytes.size() > info.bytes() - offset) {
+    throw ConfigError(text::concat("The tensor '", info.name, "' has ", info.bytes(),
+                                   " bytes, and ", bytes.size(), " were to be written from byte ",
+                                   offset, " on."));
+  }
+  file_.write(bytes.data(), bytes.size(), header_.data_offset() + info.begin + offset);
+  written_.fetch_add(bytes.size(), std::memory_order_relaxed);
+}
+
+void Writer::write(std::string_view name, std::span<const std::byte> bytes, std::uint64_t offset) {
+  const TensorInfo* const info = header_.find(name);
+  if (info == nullptr) {
+    throw ConfigError(text::concat("The file ", file_.path().string(),
+                                   " was begun without a tensor '", name, "'."));
+  }
+  write(*info, bytes, offset);
+}
+
+void Writer::finish() {
+  if (written_ != header_.data_bytes()) {
+    throw StateError(text::concat("The header of ", file_.path().string(), " promises ",
+                                  header_.data_bytes(), " bytes of tensors, and ", written_.load(),
+                                  " were written."));
+  }
+  file_.sync();
+  file_.close();
+}
+
+// ---------------------------------------------------------------------------------------- Index
+
+namespace {
+
+// A JSON value, without what nlohmann would let pass: a key that comes twice.
+nlohmann::json parse_strictly(const std::string& text, const fs::path& path) {
+  std::vector<std::set<std::string>> open;
+  const auto watch = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
+    using Event = nlohmann::json::parse_event_t;
+    if (event == Event::object_start) {
+      if (open.size() == 64)
+        throw_damaged(path, path.string(), " has objects within objects, 64 deep.");
+      open.emplace_back();
+    }
+    if (event == Event::object_end) open.pop_back();
+    if (event == Event::key && !open.back().insert(parsed.get<std::string>()).second) {
+      throw_damaged(path, path.string(), " has the key '", parsed.get<std::string>(), "' twice.");
+    }
+    return true;
+  };
+  try {
+    return nlohmann::json::parse(text, watch);
+  } catch (const nlohmann::json::exception& error) {
+    throw_damaged(path, path.string(), " is not JSON in UTF-8: ", error.what());
+  }
+}
+
+}  // namespace
+
+Index Index::read(const fs::path& path) {
+  const nlohmann::json json = parse_strictly(read_file(path, 100'000'000), path);
+  if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object()) {
+    throw_damaged(path, path.string(),
+                  " has no object 'weight_map', which says in which file each tensor is.");
+  }
+  Index index;
+  for (const auto& [name, file] : json["weight_map"].items()) {
+    if (!file.is_string())
+      throw_damaged(path, path.string(), " names no file for the tensor '", name, "'.");
+    const fs::path relative(file.get<std::string>());
+    bool outside = relative.empty() || relative.is_absolute();
+    for (const fs::path& part : relative) outside |= part == "..";
+    if (outside || file.get_ref<const std::string&>().find('\0') != std::string::npos) {
+      throw_damaged(path, path.string(), " says that the tensor '", name, "' is in '",
+                    file.get<std::string>(), "', which is not a file in its folder.");
+    }
+    index.weight_map.emplace(name, file.get<std::string>());
+  }
+  // Some writers leave it out or write a float: nothing here depends on it.
+  const auto metadata = json.find("metadata");
+  if (metadata != json.end() && metadata->is_object() && metadata->contains("total_size") &&
+      (*metadata)["total_size"].is_number_unsigned()) {
+    index.total_size = (*metadata)["total_size"].get<std::uint64_t>();
+  }
+  return index;
+}
+
+std::string Index::text() const {
+  nlohmann::ordered_json json;
+  json["metadata"]["total_size"] = total_size;
+  json["weight_map"] = weight_map;
+  return json.dump(2) + "\n";
+}
+
+std::string shard_name(std::string_view stem, std::size_t shard, std::size_t shards) {
+  if (shards == 1) return std::string(stem) + ".safetensors";
+  char numbers[48];
+  std::snprintf(numbers, sizeof numbers, "-%05zu-of-%05zu", shard + 1, shards);
+  return std::string(stem) + numbers + ".safetensors";
+}
+
+std::string index_name(std::string_view stem) {
+  return std::string(stem) + ".safetensors.index.json";
+}
+
+std::uint64_t parse_size(std::string_view text) {
+  const auto bytes = text::to_bytes(text);
+  if (!bytes || *bytes <= 0) {
+    throw ConfigError(text::concat("'", text,
+                                   "' is not a size. Write a number and one of B, KB, MB, GB, TB, "
+                                   "KiB, MiB, GiB and TiB: \"5GB\"."));
+  }
+  return static_cast<std::uint64_t>(*bytes);
+}
+
+std::vector<std::vector<TensorInfo>> split(std::vector<TensorInfo> tensors, std::uint64_t most) {
+  // A header of one tensor knows its size, and refuses what has none.
+  const auto bytes_of = [](const TensorInfo& info) { return Header({info}).data_bytes(); };
+  std::vector<std::vector<TensorInfo>> shards(1);
+  std::uint64_t in_last = 0;
+  for (TensorInfo& info : tensors) {
+    const std::uint64_t bytes = bytes_of(info);
+    if (!shards.back().empty() && (bytes > most || in_last > most - bytes)) {
+      shards.emplace_back();
+      in_last = 0;
+    }
+    in_last += bytes;
+    shards.back().push_back(std::move(info));
+  }
+  return shards;
+}
+
+// ----------------------------------------------------------------------------------- Collection
+
+namespace {
+
+// The file or the index that a folder holds.
+fs::path in_folder(const fs::path& folder) {
+  for (const std::string& name : {shard_name("model", 0, 1), index_name("model")}) {
+    if (fs::exists(folder / name)) return folder / name;
+  }
+  std::vector<fs::path> found;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.ends_with(".safetensors.index.json")) found.push_back(entry.path());
+  }
+  if (found.empty()) {
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      if (entry.path().extension() == ".safetensors") found.push_back(entry.path());
+    }
+  }
+  if (found.size() == 1) return found.front();
+  throw_damaged(
+      folder, folder.string(), " has ", found.size(),
+      " safetensors files or indices where one was expected: model.safetensors, or one ending in "
+      ".safetensors.index.json. Name the file.");
+}
+
+}  // namespace
+
+Collection::Collection(const fs::path& path)
+    : path_(fs::is_directory(path) ? in_folder(path) : path) {
+  const bool indexed = path_.extension() == ".json";
+  Index index;
+  std::vector<std::string> files;
+  if (indexed) {
+    index = Index::read(path_);
+    std::set<std::string> names;
+    for (const auto& [tensor, file] : index.weight_map) names.insert(file);
+    files.assign(names.begin(), names.end());
+  } else {
+    files.push_back(path_.filename().string());
+  }
+  std::map<std::string, const Reader*> by_file;
+  for (const std::string& file : files) {
+    const fs::path full = path_.parent_path() / file;
+    if (indexed && !fs::exists(full)) {
+      throw_damaged(full, full.string(), " is missing, and ", path_.string(),
+                    " says that tensors are in it.");
+    }
+    readers_.push_back(std::make_unique<Reader>(full));
+    by_file[file] = readers_.back().get();
+    for (const TensorInfo& info : readers_.back()->header().tensors()) {
+      const auto [at, fresh] = tensors_.emplace(info.name, Entry{readers_.back().get(), &info});
+      if (!fresh) {
+        throw_damaged(full, full.string(), " and ", at->second.reader->path().string(),
+                      " both have a tensor '", info.name, "'.");
+      }
+    }
+  }
+  for (const auto& [tensor, file] : index.weight_map) {
+    const auto at = tensors_.find(tensor);
+    if (at == tensors_.end() || at->second.reader != by_file[file]) {
+      throw_damaged(path_, path_.string(), " says that the tensor '", tensor, "' is in ", file,
+                    ", and it is not.");
+    }
+  }
+}
+
+const Collection::Entry& Collection::at(std::string_view name) const {
+  const auto at = tensors_.find(name);
+  if (at == tensors_.end()) throw_damaged(path_, path_.string(), " has no tensor '", name, "'.");
+  return at->second;
+}
+
+}  // namespace accelerate::io::safetensors

@@ -1,0 +1,271 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/io/checksum.hpp>
+#include <accelerate/io/file.hpp>
+#include <accelerate/io/mapped_file.hpp>
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <random>
+#include <thread>
+
+namespace accelerate::io {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string pattern(std::size_t bytes, unsigned seed = 1) {
+  std::mt19937 engine(seed);
+  std::string text(bytes, '\0');
+  for (char& c : text) c = static_cast<char>(engine());
+  return text;
+}
+
+std::span<const std::byte> as_bytes(const std::string& text) {
+  return std::as_bytes(std::span(text));
+}
+
+// The message of the CheckpointError that `action` throws, and its path.
+template <class Action>
+std::pair<std::string, std::string> failure(Action&& action) {
+  try {
+    action();
+  } catch (const CheckpointError& error) {
+    return {error.what(), error.path()};
+  }
+  ADD_FAILURE() << "Nothing was thrown";
+  return {};
+}
+
+void expect_mentions(const std::string& message, std::initializer_list<std::string> parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << message << "\nlacks: " << part;
+}
+
+TEST(File, WritesAndReadsAtPositionsFromSeveralThreads) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "data";
+  const std::string text = pattern(40 << 20);  // more than one system call moves
+  {
+    File file = File::create(path);
+    file.preallocate(text.size());
+    EXPECT_EQ(file.size(), text.size());
+    std::vector<std::thread> threads;
+    for (std::size_t part = 0; part < 4; ++part) {
+      threads.emplace_back([&, part] {
+        const std::size_t quarter = text.size() / 4;
+        file.write(text.data() + part * quarter, quarter, part * quarter);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    file.sync();
+    file.close();
+  }
+  EXPECT_EQ(read_file(path), text);
+  const File file = File::open(path);
+  std::string part(1000, '\0');
+  file.read(part.data(), part.size(), 12345);
+  EXPECT_EQ(part, text.substr(12345, 1000));
+  const auto [message, where] =
+      failure([&] { file.read(part.data(), part.size(), text.size() - 10); });
+  expect_mentions(message, {path.string(), "ends at byte", "990 more bytes"});
+  EXPECT_EQ(where, path.string());
+  expect_mentions(failure([&] { read_file(path, 100); }).first, {path.string(), "at most 100"});
+}
+
+TEST(File, SaysWhatIsWrongWithAPath) {
+  const TemporaryFolder folder;
+  expect_mentions(failure([&] { File::open(folder.path() / "none"); }).first,
+                  {"none", "No such file"});
+  expect_mentions(failure([&] { File::open(folder.path()); }).first,
+                  {folder.path().string(), "Is a directory"});
+  expect_mentions(failure([&] { MappedFile(folder.path()); }).first,
+                  {folder.path().string(), "Is a directory"});
+  expect_mentions(failure([&] { File::create(folder.path() / "none" / "x"); }).first,
+                  {"none/x", "No such file"});
+  write_file(folder.path() / "file", "x");
+  expect_mentions(failure([&] { make_folders(folder.path() / "file" / "sub"); }).first,
+                  {"file/sub", "Not a directory"});
+  expect_mentions(failure([&] { make_folders(folder.path() / "file"); }).first,
+                  {"file", "Not a directory"});
+  EXPECT_GT(free_bytes(folder.path() / "not" / "yet"), 0U);
+  try {
+    File::open(folder.path() / "none");
+  } catch (const CheckpointError& error) {
+    EXPECT_THROW(std::rethrow_if_nested(error),
+                 std::system_error);  // the system's own error is kept
+  }
+}
+
+// ---------------------------------------------------------------------------------------- faults
+
+int fail_at = -1;  // which call, counted from 0
+int calls = 0;
+int fail_with = 0;
+std::map<faults::Operation, int> seen;
+int fail_hook(faults::Operation operation, const fs::path&, std::size_t&) {
+  ++seen[operation];
+  return calls++ == fail_at ? fail_with : 0;
+}
+int short_hook(faults::Operation operation, const fs::path&, std::size_t& bytes) {
+  if (operation == faults::Operation::kWrite) bytes = std::min<std::size_t>(bytes, 1000);
+  return 0;
+}
+int torn_hook(faults::Operation operation, const fs::path& path, std::size_t& bytes) {
+  if (calls++ == fail_at) ::kill(::getpid(), SIGKILL);
+  return short_hook(operation, path, bytes);
+}
+
+struct WithHook {
+  explicit WithHook(faults::Hook hook, int at = -1, int error = EIO) {
+    fail_at = at;
+    fail_with = error;
+    calls = 0;
+    seen.clear();
+    faults::set_hook(hook);
+  }
+  ~WithHook() { faults::set_hook(nullptr); }
+};
+
+TEST(Faults, EveryFailureLeavesTheOldFileAndNoRest) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "state";
+  write_file(path, "old");
+  int operations = 0;
+  {
+    const WithHook hook(fail_hook);
+    write_file(folder.path() / "other", "x");
+    operations = calls;
+    EXPECT_EQ(seen[faults::Operation::kCreate], 1);
+    EXPECT_EQ(seen[faults::Operation::kWrite], 1);
+    EXPECT_EQ(seen[faults::Operation::kSync], 2);  // the file and its folder
+    EXPECT_EQ(seen[faults::Operation::kRename], 1);
+    fs::remove(folder.path() / "other");
+  }
+  for (int at = 0; at < operations; ++at) {
+    const WithHook hook(fail_hook, at, at % 2 == 0 ? EIO : ENOSPC);
+    EXPECT_THROW(write_file(path, "new"), CheckpointError);
+    // After the rename the new one is there: only its name may be lost.
+    EXPECT_EQ(read_file(path), at + 1 == operations ? "new" : "old") << at;
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), {}), 1) << at;
+  }
+}
+
+TEST(Faults, AFullDiskSaysHowMuchIsFree) {
+  const TemporaryFolder folder;
+  const WithHook hook(fail_hook, 1, ENOSPC);
+  expect_mentions(failure([&] { write_file(folder.path() / "state", "123"); }).first,
+                  {"3 B", "state", "free", "No space left on device"});
+}
+
+TEST(Faults, ShortWritesAreContinued) {
+  const TemporaryFolder folder;
+  const std::string text = pattern(12345);
+  const WithHook hook(short_hook);
+  write_file(folder.path() / "state", text);
+  EXPECT_EQ(read_file(folder.path() / "state"), text);
+}
+
+TEST(Faults, AKillAtAnyCallLeavesOldOrNewInFull) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "state";
+  const std::string old_text = pattern(5000, 2), new_text = pattern(7000, 3);
+  bool survived = false;
+  bool saw_new = false;
+  for (int at = 0; !survived; ++at) {
+    ASSERT_LT(at, 100);
+    write_file(path, old_text);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const WithHook hook(torn_hook, at);
+      write_file(path, new_text);
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    survived = WIFEXITED(status);
+    const std::string now = read_file(path);
+    saw_new |= now == new_text;
+    EXPECT_TRUE(now == old_text || now == new_text) << "after a kill at call " << at;
+  }
+  EXPECT_TRUE(saw_new);
+}
+
+// ------------------------------------------------------------------------------------ MappedFile
+
+TEST(MappedFile, ReadsSlicesAndNoticesWhatHappenedToTheFile) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "data";
+  const std::string text = pattern(100'000);
+  write_file(path, text);
+  const MappedFile map(path, Advice::kSequential);
+  EXPECT_EQ(std::memcmp(map.bytes().data(), text.data(), text.size()), 0);
+  for (const Advice advice :
+       {Advice::kWillNeed, Advice::kDontNeed, Advice::kRandom, Advice::kNormal}) {
+    map.advise(advice, 5000, 50'000);
+    map.advise(advice, 99'999);
+    map.advise(advice, 1'000'000);
+    EXPECT_EQ(std::memcmp(map.bytes().data(), text.data(), text.size()), 0);
+  }
+  EXPECT_EQ(map.slice(99'990, 10).size(), 10U);
+  EXPECT_THROW(map.slice(99'990, 11), CheckpointError);
+  EXPECT_THROW(map.slice(100'001, 0), CheckpointError);
+  EXPECT_THROW(map.slice(1, ~std::uint64_t{0}), CheckpointError);
+  map.check();
+  fs::resize_file(path, 10);
+  expect_mentions(failure([&] { map.check(); }).first, {path.string(), "100000", "cut short"});
+  write_file(path, text);
+  expect_mentions(failure([&] { map.check(); }).first, {path.string(), "replaced"});
+  fs::remove(path);
+  expect_mentions(failure([&] { map.check(); }).first, {path.string(), "not there any more"});
+  write_file(path, "");
+  EXPECT_EQ(MappedFile(path).size(), 0U);
+  EXPECT_TRUE(MappedFile(path).slice(0, 0).empty());
+}
+
+// -------------------------------------------------------------------------------------- checksum
+
+TEST(Checksum, IsXxh3AndNoticesEveryFlippedBit) {
+  EXPECT_EQ(checksum_text(checksum({})), "2d06800538d394c2");  // xxhsum -H3 of an empty file
+  EXPECT_EQ(parse_checksum("2d06800538d394c2"), checksum({}));
+  for (const char* bad : {"", "2d06800538d394c", "2d06800538d394c2 ", "2D06800538D394C2",
+                          "+d06800538d394c2", "0x06800538d394c2"}) {
+    EXPECT_EQ(parse_checksum(bad), std::nullopt) << bad;
+  }
+  std::string text = pattern(4096);
+  const std::uint64_t whole = checksum(as_bytes(text));
+  for (std::size_t bit = 0; bit < text.size() * 8; ++bit) {
+    text[bit / 8] ^= static_cast<char>(1 << bit % 8);
+    EXPECT_NE(checksum(as_bytes(text)), whole);
+    text[bit / 8] ^= static_cast<char>(1 << bit % 8);
+  }
+}
+
+TEST(Checksum, PiecesGiveTheBlocksOfTheWhole) {
+  const std::string text = pattern(10'000);
+  for (const std::size_t block : {1, 7, 256, 1000, 9999, 10'000, 10'001}) {
+    const auto whole = block_checksums(as_bytes(text), block);
+    EXPECT_EQ(whole.size(), (text.size() + block - 1) / block);
+    BlockChecksums pieces(block);
+    std::mt19937 engine(4);
+    for (int round = 0; round < 2; ++round) {  // the second time, it was begun anew
+      for (std::size_t at = 0; at < text.size();) {
+        const std::size_t take = std::min<std::size_t>(engine() % 3000, text.size() - at);
+        pieces.update(as_bytes(text).subspan(at, take));
+        at += take;
+      }
+      EXPECT_EQ(pieces.bytes(), text.size());
+      EXPECT_EQ(pieces.finish(), whole);
+    }
+  }
+  EXPECT_TRUE(block_checksums({}).empty());
+}
+
+}  // namespace
+}  // namespace accelerate::io
