@@ -159,8 +159,8 @@ void override_typed(torch::Library& library) {
   (one.template operator()<Ops>(), ...);
 }
 
-// Operators that only make a view, ask about metadata, or make a new tensor like another never read
-// the memory: they pass the key by, at no cost.
+// Operators that only make a view or ask about metadata never read the memory: they pass the key
+// by, at no cost.
 constexpr const char* kNeedNoMemory[] = {"alias",
                                          "as_strided",
                                          "data",
@@ -200,17 +200,23 @@ constexpr const char* kNeedNoMemory[] = {"alias",
                                          "is_floating_point",
                                          "is_complex",
                                          "numel",
-                                         "dim",
-                                         "empty_like",
-                                         "zeros_like",
-                                         "ones_like",
-                                         "full_like",
-                                         "rand_like",
-                                         "randn_like",
-                                         "new_empty",
-                                         "new_zeros",
-                                         "new_ones",
-                                         "new_full"};
+                                         "dim"};
+
+// These take no more of a tensor than its shape either, but make new memory, which a region may
+// want to know.
+constexpr const char* kMakeTheLike[] = {"empty_like", "zeros_like", "ones_like", "full_like",
+                                        "rand_like",  "randn_like", "new_empty", "new_zeros",
+                                        "new_ones",   "new_full"};
+
+void make_the_like(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) {
+  const Below below;
+  if (innermost_region != nullptr) {
+    innermost_region->call(op, keys & kBelow, *stack);
+  } else {
+    op.redispatchBoxed(keys & kBelow, stack);
+  }
+}
 
 std::string other_user() {
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -236,6 +242,11 @@ struct Registration {
     for (const char* name : kNeedNoMemory) {
       if (c10::Dispatcher::singleton().findSchema(operator_name(name))) {
         aten.impl(name, torch::CppFunction::makeFallthrough());
+      }
+    }
+    for (const char* name : kMakeTheLike) {
+      if (c10::Dispatcher::singleton().findSchema(operator_name(name))) {
+        aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&make_the_like>());
       }
     }
     using namespace at::_ops;
