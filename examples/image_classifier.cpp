@@ -180,7 +180,7 @@ int train(int argc, char** argv) {
   const accelerate::Json eval{{"accuracy", accuracy},
                               {"loss", loss_sum / static_cast<double>(samples)},
                               {"samples", samples}};
-  trainer::write_summary(accelerator, *flags, recorder.finish(model.named_parameters(), eval));
+  trainer::write_summary(accelerator, *flags, recorder.finish(model, eval));
   accelerator.print("accuracy ", 100 * accuracy, " % on ", samples, " held-out images, after ",
                     recorder.steps(), " steps on ", accelerator.num_processes(), " process(es)");
   return 0;

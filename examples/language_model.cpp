@@ -169,7 +169,7 @@ int train(int argc, char** argv) {
   }
   const double loss = loss_sum / static_cast<double>(samples);
   const accelerate::Json eval{{"loss", loss}, {"perplexity", std::exp(loss)}, {"samples", samples}};
-  trainer::write_summary(accelerator, *flags, recorder.finish(model.named_parameters(), eval));
+  trainer::write_summary(accelerator, *flags, recorder.finish(model, eval));
   accelerator.print("loss ", loss, " (", std::exp(loss), " choices a character) on ", samples,
                     " held-out pieces, after ", recorder.steps(), " steps on ",
                     accelerator.num_processes(), " process(es)");

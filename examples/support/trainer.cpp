@@ -73,7 +73,7 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
   CLI::App app(description);
   app.option_defaults()->always_capture_default();
   app.add_option("--strategy", flags.strategy, "how the processes share the work")
-      ->check(CLI::IsMember({"auto", "single", "ddp"}));
+      ->check(CLI::IsMember({"auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"}));
   app.add_option("--mixed-precision", flags.mixed_precision, "the dtype forward computes in")
       ->check(CLI::IsMember({"no", "fp16", "bf16"}));
   app.add_option("--dtype", flags.dtype,
@@ -200,8 +200,9 @@ void Recorder::step(const at::Tensor& grad_norm) {
 
 double Recorder::last_loss() const { return losses_.empty() ? 0.0 : losses_.back().item<double>(); }
 
-Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, const Json& eval) {
+Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   const torch::NoGradGuard no_grad;
+  const Json peaks{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}};
   // Traffic first: what follows is the summary's own.
   Json bytes = Json::object();
   Json calls = Json::object();
@@ -234,7 +235,8 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
   Checksum parameter_checksum;
   std::int64_t parameter_count = 0;
   double squares = 0.0;
-  for (const auto& [name, tensor] : parameters) {
+  const auto whole = model.summon_full_params();
+  for (const auto& [name, tensor] : model.named_parameters()) {
     const at::Tensor host = tensor.detach().cpu().contiguous();
     parameter_checksum.add(name);
     for (const std::int64_t size : host.sizes()) parameter_checksum.add(&size, sizeof size);
@@ -245,8 +247,7 @@ Json Recorder::finish(const std::vector<accelerate::NamedTensor>& parameters, co
 
   std::vector<std::int64_t> resident;
   std::vector<std::int64_t> tensor_bytes;
-  for (const Json& other : accelerator_.gather_object(
-           Json{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}})) {
+  for (const Json& other : accelerator_.gather_object(peaks)) {
     resident.push_back(other.at("resident").get<std::int64_t>());
     tensor_bytes.push_back(other.at("tensors").get<std::int64_t>());
   }

@@ -69,8 +69,7 @@ class Recorder {
   double last_loss() const;
 
   /// Collective. The summary of the run, on every rank.
-  accelerate::Json finish(const std::vector<accelerate::NamedTensor>& parameters,
-                          const accelerate::Json& eval);
+  accelerate::Json finish(accelerate::PreparedModuleBase& model, const accelerate::Json& eval);
 
  private:
   accelerate::Accelerator& accelerator_;

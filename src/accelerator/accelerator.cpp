@@ -4,6 +4,7 @@
 #include <accelerate/base/log.hpp>
 #include <accelerate/parallel/ddp.hpp>
 
+#include "accelerator/make_strategy.hpp"
 #include "accelerator/resolve.hpp"
 
 #include <ATen/Context.h>
@@ -66,9 +67,10 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   mixed_precision_ = resolved.mixed_precision;
   check_supported(mixed_precision_, device());
   strategy_ = resolved.strategy;
-  if (strategy_ == StrategyKind::automatic) {
-    strategy_ = num_processes() > 1 ? StrategyKind::ddp : StrategyKind::single;
-  }
+  fsdp_ = resolved.fsdp;
+  if (resolved.state.debug()) fsdp_.verify_control_flow(true);
+  if (strategy_ == StrategyKind::automatic && num_processes() == 1)
+    strategy_ = StrategyKind::single;
   if (strategy_ == StrategyKind::single && num_processes() > 1) {
     throw ConfigError(text::concat(
         "The strategy is single, and there are ", num_processes(),
@@ -119,15 +121,19 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   auto core = std::make_shared<detail::PreparedModuleCore>();
   const bool trained = !evaluation_mode && std::any_of(record.parameters().begin(),
                                                        record.parameters().end(), trainable);
-  // The one place that knows the strategies.
-  if (trained && strategy_ == StrategyKind::ddp && world().size() > 1) {
-    core->strategy = std::make_shared<parallel::Ddp>(std::move(record), world(), options_.ddp());
-  } else {
-    core->strategy = std::make_shared<parallel::Strategy>(std::move(record));
+  if (trained && strategy_ == StrategyKind::automatic) {
+    const StrategyChoice choice = choose_strategy(strategy_facts(
+        record, device(), state_->topology().local_world_size, world()));
+    log::info(choice.why);
+    strategy_ = choice.kind;
+    set_stage(strategy_, fsdp_);
   }
+  core->strategy = make_strategy(trained ? strategy_ : StrategyKind::single, std::move(record),
+                                 world(), options_.ddp(), fsdp_);
   core->gradient_state = gradient_state_;
   core->device = device();
   core->mixed_precision = mixed_precision_;
+  if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
   core->autocast = options_.autocast();
   modules_.push_back({identity, core, trained});
   for (const auto& optimizer : optimizers_) link(optimizer, core);
@@ -210,13 +216,16 @@ void Accelerator::run_backward(const at::Tensor& loss) {
 }
 
 void Accelerator::require_prepared_optimizers() const {
-  // A bare optimizer would step on scaled or partial gradients. In the plain case it is harmless.
-  if (!scaler_ && gradient_state_->num_steps() == 1) return;
+  // A bare optimizer would step on scaled or partial gradients, or on none where the parameters are
+  // sharded. In the plain case it is harmless.
+  const bool partial = scaler_ || gradient_state_->num_steps() > 1;
   for (const ModuleEntry& entry : modules_) {
     if (!entry.core->used_since_backward || !entry.trained || entry.has_optimizer) continue;
+    if (!partial && !entry.core->strategy->owns_leaves()) continue;
     throw StateError(
         text::concat("No prepared optimizer holds the parameters of a prepared module, and ",
-                     scaler_ ? "fp16 gradients are scaled"
+                     entry.core->strategy->owns_leaves() ? "those parameters are sharded"
+                     : scaler_                           ? "fp16 gradients are scaled"
                              : "gradients are accumulated over several micro-batches",
                      ", which an optimizer that was not prepared knows nothing of. Give the "
                      "optimizer to prepare() and use what it "

@@ -18,6 +18,11 @@ ForwardPass::ForwardPass(PreparedModuleCore& core) : core_(core) {
   }
 }
 
+at::Tensor ForwardPass::cast(const at::Tensor& output) const {
+  if (!core_.output_dtype) return cast_to_fp32(output);
+  return output.is_floating_point() ? output.to(*core_.output_dtype) : output;
+}
+
 bool ForwardPass::wants_outputs() const noexcept {
   return core_.strategy->wants_outputs() && context_.grad_enabled && context_.sync;
 }
@@ -45,13 +50,14 @@ void collect_tensors(const c10::IValue& value, std::vector<at::Tensor>& into) {
   });
 }
 
-c10::IValue cast_value_to_fp32(const c10::IValue& value) {
+template <class Cast>
+c10::IValue cast_value(const c10::IValue& value, const Cast& cast) {
   if (value.isTensor())
-    return value.toTensor().defined() ? c10::IValue(cast_to_fp32(value.toTensor())) : value;
+    return value.toTensor().defined() ? c10::IValue(cast(value.toTensor())) : value;
   if (value.isTuple()) {
     std::vector<c10::IValue> parts;
     for (const auto& part : value.toTupleRef().elements())
-      parts.push_back(cast_value_to_fp32(part));
+      parts.push_back(cast_value(part, cast));
     return value.toTupleRef().type()->schema() != nullptr
                ? c10::IValue(c10::ivalue::Tuple::createNamed(
                      std::move(parts), value.toTupleRef().type()->expect<c10::TupleType>()))
@@ -59,19 +65,19 @@ c10::IValue cast_value_to_fp32(const c10::IValue& value) {
   }
   if (value.isTensorList()) {
     c10::List<at::Tensor> parts;
-    for (const at::Tensor& part : value.toTensorVector()) parts.push_back(cast_to_fp32(part));
+    for (const at::Tensor& part : value.toTensorVector()) parts.push_back(cast(part));
     return parts;
   }
   if (value.isList()) {
     auto parts = c10::impl::GenericList(value.toList().elementType());
-    for (const c10::IValue& part : value.toListRef()) parts.push_back(cast_value_to_fp32(part));
+    for (const c10::IValue& part : value.toListRef()) parts.push_back(cast_value(part, cast));
     return parts;
   }
   if (value.isGenericDict()) {
     const auto& dictionary = value.toGenericDict();
     c10::impl::GenericDict parts(dictionary.keyType(), dictionary.valueType());
     for (const auto& entry : dictionary)
-      parts.insert(entry.key(), cast_value_to_fp32(entry.value()));
+      parts.insert(entry.key(), cast_value(entry.value(), cast));
     return parts;
   }
   return value;
@@ -90,9 +96,12 @@ c10::IValue PreparedModule<torch::jit::Module>::call(const std::string& method,
                                                      std::vector<c10::IValue> inputs) {
   detail::ForwardPass pass(*core_);
   c10::IValue result = module_->get_method(method)(std::move(inputs));
-  const bool cast = pass.casts_outputs();
+  const bool casts = pass.casts_outputs();
   pass.leave_autocast();
-  if (cast) result = detail::cast_value_to_fp32(result);
+  if (casts) {
+    result = detail::cast_value(result,
+                                [&](const at::Tensor& output) { return pass.cast(output); });
+  }
   std::vector<at::Tensor> outputs;
   if (pass.wants_outputs()) detail::collect_tensors(result, outputs);
   pass.finish(outputs);

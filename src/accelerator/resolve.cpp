@@ -107,14 +107,11 @@ void refuse_what_libtorch_lacks(const Environment& environment) {
                                         "program has none of. Unset it; to run a compiled graph, "
                                         "export the module to TorchScript and prepare that."));
   }
-  for (const char* later :
-       {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
-    if (wants(later)) {
-      throw UnsupportedError(text::concat(
-          "The environment variable ", later,
-          " asks for sharded training, which this version does not have. Unset it to train "
-          "with data parallelism."));
-    }
+  if (wants("ACCELERATE_USE_PARALLELISM_CONFIG")) {
+    throw UnsupportedError(
+        "The environment variable ACCELERATE_USE_PARALLELISM_CONFIG asks for tensor, context or "
+        "pipeline parallelism, which this version does not have. Unset it, and choose among ddp, "
+        "fsdp and zero1 to zero3 with ACCELERATE_STRATEGY.");
   }
   if (wants("ACCELERATE_USE_MEGATRON_LM")) {
     throw UnsupportedError(
@@ -142,34 +139,77 @@ std::optional<at::Device> parse_device(const std::string& text, const std::strin
 
 }  // namespace
 
+namespace {
+
+constexpr std::pair<StrategyKind, std::string_view> kStrategies[] = {
+    {StrategyKind::automatic, "auto"}, {StrategyKind::single, "single"},
+    {StrategyKind::ddp, "ddp"},        {StrategyKind::fsdp, "fsdp"},
+    {StrategyKind::zero1, "zero1"},    {StrategyKind::zero2, "zero2"},
+    {StrategyKind::zero3, "zero3"},
+};
+
+}  // namespace
+
 std::string_view to_string(StrategyKind strategy) {
-  switch (strategy) {
-    case StrategyKind::automatic:
-      return "auto";
-    case StrategyKind::single:
-      return "single";
-    case StrategyKind::ddp:
-      return "ddp";
+  for (const auto& [kind, name] : kStrategies) {
+    if (kind == strategy) return name;
   }
   return "";
 }
 
 StrategyKind strategy_from_string(std::string_view name) {
   std::vector<std::string_view> known;
-  for (const auto strategy : {StrategyKind::automatic, StrategyKind::single, StrategyKind::ddp}) {
-    if (name == to_string(strategy)) return strategy;
-    known.push_back(to_string(strategy));
+  for (const auto& [kind, own] : kStrategies) {
+    if (name == own) return kind;
+    known.push_back(own);
   }
   throw ConfigError(
       text::concat("There is no strategy \"", name, "\". Known are ", text::join(known), "."));
 }
+
+void set_stage(StrategyKind strategy, FsdpOptions& fsdp) {
+  switch (strategy) {
+    case StrategyKind::zero1:
+      fsdp.sharding_strategy(ShardingStrategy::shard_optimizer);
+      break;
+    case StrategyKind::zero2:
+      fsdp.sharding_strategy(ShardingStrategy::shard_optimizer).reduce_every_backward(true);
+      break;
+    case StrategyKind::zero3:
+      fsdp.sharding_strategy(ShardingStrategy::full_shard);
+      break;
+    default:
+      break;
+  }
+}
+
+namespace {
+
+// Units are gathered in the dtype that forward computes in, so that autocast makes no copy of its
+// own; gradients are reduced in fp32 unless the program says otherwise.
+void set_precision(MixedPrecision precision, FsdpOptions& fsdp) {
+  MixedPrecisionPolicy& policy = fsdp.mixed_precision();
+  if (precision == MixedPrecision::no) {
+    if (policy.param_dtype) {
+      throw ConfigError(text::concat(
+          "FsdpOptions::mixed_precision has a param_dtype of ", c10::toString(*policy.param_dtype),
+          ", and the Accelerator's mixed precision is \"no\", so inputs would meet parameters of "
+          "another dtype. Set AcceleratorOptions::mixed_precision to bf16 or fp16."));
+    }
+    return;
+  }
+  if (!policy.param_dtype) policy.param_dtype = compute_dtype(precision);
+  if (!policy.reduce_dtype) policy.reduce_dtype = at::kFloat;
+}
+
+}  // namespace
 
 ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment,
                         const Json& file) {
   refuse_what_libtorch_lacks(environment);
   static const std::vector<std::string> kKeys{
       "mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",   "backend",
-      "timeout",         "heartbeat_timeout",           "debug",    "device"};
+      "timeout",         "heartbeat_timeout",           "debug",    "device", "fsdp"};
   std::vector<std::string> unknown;
   for (const auto& [key, value] : file.items()) {
     if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) unknown.push_back(key);
@@ -186,7 +226,18 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
                      mixed_precision_from_string, MixedPrecision::no);
   resolved.strategy = sources.choose(options.strategy(), "ACCELERATE_STRATEGY", "strategy",
                                      strategy_from_string, StrategyKind::automatic);
-
+  const auto fsdp = options.fsdp() ? options.fsdp() : resolve_fsdp(environment, file);
+  if (fsdp) {
+    if (resolved.strategy == StrategyKind::automatic) resolved.strategy = StrategyKind::fsdp;
+    if (resolved.strategy == StrategyKind::single || resolved.strategy == StrategyKind::ddp) {
+      throw ConfigError(text::concat("The strategy is ", to_string(resolved.strategy),
+                                     ", and FsdpOptions were given, which it has no use for. Name "
+                                     "the strategy fsdp, or leave them out."));
+    }
+    resolved.fsdp = *fsdp;
+  }
+  set_stage(resolved.strategy, resolved.fsdp);
+  set_precision(resolved.mixed_precision, resolved.fsdp);
   if (options.gradient_accumulation()) {
     if (options.gradient_accumulation_steps().value_or(1) != 1) {
       throw ConfigError(text::concat(

@@ -13,6 +13,7 @@ struct ResolvedOptions {
   MixedPrecision mixed_precision = MixedPrecision::no;
   StrategyKind strategy = StrategyKind::automatic;
   GradientAccumulationOptions gradient_accumulation;
+  FsdpOptions fsdp;
 };
 
 /// The one place where arguments, environment and configuration file meet: argument > environment >
@@ -21,6 +22,13 @@ struct ResolvedOptions {
 /// was said.
 ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment,
                         const Json& file);
+
+/// zero1 to zero3 are FsdpOptions with a name; does nothing for the other strategies.
+void set_stage(StrategyKind strategy, FsdpOptions& fsdp);
+
+/// FsdpOptions from the original's FSDP_* variables and the object "fsdp" of the configuration file;
+/// nothing when neither asks for it.
+std::optional<FsdpOptions> resolve_fsdp(const Environment& environment, const Json& file);
 
 /// The configuration file named by `options` or the environment, or an empty object. Throws
 /// ConfigError when it cannot be read or is not a JSON object.

@@ -153,7 +153,9 @@ Group Group::split(int color, int key, const std::string& name) const {
     global_ranks.push_back(impl_->global_ranks[static_cast<std::size_t>(rank)]);
   }
   const std::string id = concat(impl_->id, "/", impl_->splits++, ":", color);
-  return Group(impl_->world->join(id, name, std::move(global_ranks)));
+  auto part = impl_->world->join(id, name, std::move(global_ranks));
+  if (part->watch) part->watch->count_for(impl_->watch);
+  return Group(std::move(part));
 }
 
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op) const {

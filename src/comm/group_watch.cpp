@@ -29,10 +29,12 @@ OperationName GroupWatch::operation(const char* kind) const {
 
 void GroupWatch::count(const char* kind, std::int64_t bytes) {
   if (is_world_) liveness_->count_operation();
-  const std::lock_guard lock(mutex_);
-  auto& count = traffic_[kind];
-  ++count.calls;
-  count.bytes += bytes;
+  for (GroupWatch* watch = this; watch != nullptr; watch = watch->parent_.get()) {
+    const std::lock_guard lock(watch->mutex_);
+    auto& count = watch->traffic_[kind];
+    ++count.calls;
+    count.bytes += bytes;
+  }
 }
 
 Traffic GroupWatch::traffic() const {

@@ -31,7 +31,10 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   OperationName operation(const char* kind) const;
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
+  /// Counts for the groups that this one was split from, too.
   void count(const char* kind, std::int64_t bytes);
+  /// To be called before the first collective.
+  void count_for(std::shared_ptr<GroupWatch> parent) { parent_ = std::move(parent); }
   Traffic traffic() const;
   void reset_traffic();
 
@@ -70,6 +73,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Liveness> liveness_;
   const bool is_world_;
+  std::shared_ptr<GroupWatch> parent_;
 
   mutable std::mutex mutex_;
   std::map<std::string, Traffic::Count> traffic_;

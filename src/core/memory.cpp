@@ -1,10 +1,12 @@
 #include "core/cuda_devices.hpp"
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/host_memory.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory.hpp>
 
+#include <ATen/DeviceAccelerator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
@@ -57,6 +59,11 @@ bool is_distributed(const std::exception_ptr& error) {
 }
 
 }  // namespace
+
+std::int64_t available_memory(at::Device device) {
+  if (device.is_cpu()) return available_host_memory();
+  return static_cast<std::int64_t>(at::accelerator::getMemoryInfo(device.index()).first);
+}
 
 void empty_device_cache() {
   if (cuda_device_count() == 0) return;

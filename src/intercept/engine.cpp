@@ -81,6 +81,7 @@ void Engine::let_go(Entry& entry) {
 
 void Engine::empty(Entry& entry) {
   at::Tensor contents = entry.unit->storage().empty();
+  if (pass_open_ && kind_ == Pass::training) residency_.leaving(*entry.unit, contents);
   entry.state = State::absent;
   if (entry.stay == Stay::always) {
     entry.buffer = std::move(contents);
@@ -90,9 +91,12 @@ void Engine::empty(Entry& entry) {
 }
 
 std::vector<int> Engine::next_units() const {
-  std::vector<int> next;
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  const int most = in_backward ? options_.prefetch_in_backward : options_.prefetch;
+  return next_units(in_backward ? options_.prefetch_in_backward : options_.prefetch);
+}
+
+std::vector<int> Engine::next_units(int most) const {
+  std::vector<int> next;
   if (!pass_open_ || most <= 0) return next;
   std::int64_t bytes = 0;
   for (const Entry& entry : entries_) {
@@ -209,6 +213,15 @@ void Engine::end_pass() {
 bool Engine::in_pass(Pass kind) const {
   const std::lock_guard lock(mutex_);
   return pass_open_ && kind_ == kind;
+}
+
+void Engine::prefetch(int units) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for (const int index : next_units(units)) {
+    Entry& ahead = entries_[static_cast<std::size_t>(index)];
+    if (ahead.state == State::absent) start(ahead, /*ahead=*/true);
+  }
 }
 
 void Engine::refresh() {

@@ -147,7 +147,7 @@ void OptimizerCore::zero_grad(bool set_to_none) {
   }
   if (scaler_ != nullptr) scaler_->forget(optimizer_.get());
   gradients_->end_window();
-  for (const auto& strategy : strategies_) strategy->after_step();
+  for (const auto& strategy : strategies_) strategy->after_zero_grad();
 }
 
 bool OptimizerCore::step_was_skipped() const {

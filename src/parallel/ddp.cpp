@@ -292,6 +292,7 @@ void Ddp::check_gradients() {
 }
 
 void Ddp::after_step() { impl_->watch->unreduced = false; }
+void Ddp::after_zero_grad() { impl_->watch->unreduced = false; }
 
 at::Tensor Ddp::grad_norm(double p) const {
   impl_->finish_delayed_reduction();

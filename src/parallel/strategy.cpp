@@ -1,4 +1,5 @@
 #include <accelerate/parallel/strategy.hpp>
+#include <parallel/state_names.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_clamp_max.h>
@@ -67,5 +68,38 @@ void Strategy::clip_grad_value_(double limit) {
     at::_foreach_clamp_max_(gradients, limit);
   }
 }
+
+std::vector<ParameterShard> Strategy::shards() const {
+  std::vector<ParameterShard> all;
+  for (const auto& [name, parameter] : module_.parameters()) {
+    all.push_back({name, parameter.sizes().vec(), 0, parameter.numel(), parameter,
+                   parameter.strides().vec()});
+  }
+  return all;
+}
+
+std::vector<NamedTensor> Strategy::state_dict(const StateDictOptions& options) const {
+  if (options.type() == StateDictType::full && options.rank0_only() && rank() != 0) return {};
+  const at::NoGradGuard no_grad;
+  std::vector<NamedTensor> state;
+  for (const auto* tensors : {&module_.parameters(), &module_.buffers()}) {
+    for (const auto& [name, tensor] : all_names(module_, *tensors)) {
+      state.push_back({name, options.offload_to_cpu()
+                                 ? tensor.detach().to(at::kCPU, /*non_blocking=*/false,
+                                                      /*copy=*/true)
+                                 : tensor.detach()});
+    }
+  }
+  return state;
+}
+
+void Strategy::load_state_dict(const std::vector<NamedTensor>& state, const StateDictOptions&,
+                               bool strict) {
+  StateMatch(state, all_names(module_, module_.parameters()),
+             all_names(module_, module_.buffers()), strict)
+      .copy_rest();
+}
+
+std::shared_ptr<void> Strategy::summon_full_params(bool) { return nullptr; }
 
 }  // namespace accelerate::parallel

@@ -57,6 +57,7 @@ struct WatchingStrategy : parallel::Strategy {
     if (refuse) throw StateError("not reduced");
   }
   void after_step() override { ++steps; }
+  void after_zero_grad() override { ++steps; }
 
   at::Tensor replacement;
   bool refuse = false;

@@ -349,9 +349,10 @@ TEST(Fsdp, ShardsCoverEveryParameterOnce) {
   for (const at::Tensor& parameter : parameters_of(specimen.record))
     before.push_back(parameter.detach().clone());
   Fsdp fsdp(specimen.record, small_units(), world());
-  ASSERT_EQ(fsdp.shards().size(), before.size());
+  const auto shards = fsdp.shards();
+  ASSERT_EQ(shards.size(), before.size());
   for (std::size_t i = 0; i < before.size(); ++i) {
-    const ParameterShard& shard = fsdp.shards()[i];
+    const ParameterShard& shard = shards[i];
     EXPECT_EQ(shard.global_shape, before[i].sizes().vec());
     const at::Tensor flat = before[i].as_strided({before[i].numel()}, {1});
     EXPECT_TRUE(at::equal(shard.leaf.flatten(), flat.narrow(0, shard.offset, shard.elements)));

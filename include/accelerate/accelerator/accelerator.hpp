@@ -202,6 +202,7 @@ class Accelerator {
   bool is_local_main_process() const noexcept { return state_->is_local_main_process(); }
   bool is_last_process() const noexcept { return state_->is_last_process(); }
   MixedPrecision mixed_precision() const noexcept { return mixed_precision_; }
+  /// How modules are spread. `automatic` until the first module that is trained has been prepared.
   StrategyKind strategy() const noexcept { return strategy_; }
   const AcceleratorOptions& options() const noexcept { return options_; }
   /// The gradient scaler of fp16; null otherwise.
@@ -246,7 +247,8 @@ class Accelerator {
     module.strategy().verify_parameters();
   }
   /// Lets go of everything that was prepared (what the program itself still holds stays alive),
-  /// starts the count of micro-batches anew, and returns cached device memory.
+  /// starts the count of micro-batches anew, and returns cached device memory. A module that was
+  /// sharded over several ranks stays unusable unless its `restore()` was called before.
   void free_memory();
   /// Waits for all processes and leaves the process group. The Accelerator cannot be used
   /// afterwards.
@@ -277,6 +279,7 @@ class Accelerator {
   State* state_ = nullptr;
   MixedPrecision mixed_precision_ = MixedPrecision::no;
   StrategyKind strategy_ = StrategyKind::single;
+  FsdpOptions fsdp_;
   std::shared_ptr<GradientState> gradient_state_;
   std::shared_ptr<GradScaler> scaler_;
   std::shared_ptr<LoaderObserver> loader_observer_;

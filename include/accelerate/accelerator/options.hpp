@@ -5,6 +5,7 @@
 #include <accelerate/data/configuration.hpp>
 #include <accelerate/optim/gradient_state.hpp>
 #include <accelerate/parallel/ddp.hpp>
+#include <accelerate/parallel/fsdp.hpp>
 #include <accelerate/precision/autocast.hpp>
 #include <accelerate/precision/grad_scaler.hpp>
 #include <accelerate/precision/mixed_precision.hpp>
@@ -17,11 +18,20 @@
 
 namespace accelerate {
 
-/// How a prepared module is spread over the processes. `automatic` takes `single` in one process
-/// and `ddp` in several.
-enum class StrategyKind { automatic, single, ddp };
+/// How a prepared module is spread over the processes.
+enum class StrategyKind {
+  /// The one with the least communication whose parameters, gradients and Adam states fit the
+  /// memory of each process: ddp, zero2, fsdp, in this order; `single` in one process.
+  automatic,
+  single,  ///< one process, nothing spread
+  ddp,     ///< every process has everything
+  fsdp,    ///< parameters, gradients and optimizer state are sharded, as FsdpOptions say
+  zero1,   ///< optimizer state is sharded; gradients are, once they are reduced
+  zero2,   ///< as zero1, and every micro-batch is reduced at once, so whole gradients never add up
+  zero3    ///< parameters too: fsdp's full_shard
+};
 
-/// "auto", "single", "ddp".
+/// "auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3".
 std::string_view to_string(StrategyKind strategy);
 /// Throws ConfigError for any other name.
 StrategyKind strategy_from_string(std::string_view name);
@@ -65,11 +75,15 @@ struct AcceleratorOptions {
   TORCH_ARG(bool, per_process_scheduler_steps) = true;
   TORCH_ARG(data::DataLoaderConfiguration, dataloader);
   TORCH_ARG(DdpOptions, ddp);
+  /// How fsdp and zero1 to zero3 cut modules; giving it asks for fsdp unless `strategy` names one
+  /// of the others, which set its sharding_strategy themselves. Environment: ACCELERATE_USE_FSDP
+  /// and the original's FSDP_*.
+  TORCH_ARG(std::optional<FsdpOptions>, fsdp) = std::nullopt;
   TORCH_ARG(GradScalerOptions, grad_scaler);
   TORCH_ARG(AutocastOptions, autocast);
   /// A JSON file with any of: mixed_precision, gradient_accumulation_steps, strategy, cpu, backend,
-  /// timeout and
-  /// heartbeat_timeout (seconds), debug, device. Environment: ACCELERATE_CONFIG_FILE.
+  /// timeout and heartbeat_timeout (seconds), debug, device, fsdp (an object with FsdpOptions'
+  /// names). Environment: ACCELERATE_CONFIG_FILE.
   TORCH_ARG(std::optional<std::string>, config_file) = std::nullopt;
 };
 

@@ -27,6 +27,8 @@ struct PreparedModuleCore {
   at::Device device = at::kCPU;
   MixedPrecision mixed_precision = MixedPrecision::no;
   AutocastOptions autocast;
+  /// What floating-point outputs are cast to; if unset, half-precision ones to fp32 after autocast.
+  std::optional<at::ScalarType> output_dtype;
   /// Gradients of forwards made now stay local: inside no_sync, or in a micro-batch that is not the
   /// last of its window.
   bool no_sync = false;
@@ -42,7 +44,10 @@ class ForwardPass {
   ForwardPass(const ForwardPass&) = delete;
   ForwardPass& operator=(const ForwardPass&) = delete;
 
-  bool casts_outputs() const noexcept { return autocast_.has_value(); }
+  bool casts_outputs() const noexcept {
+    return autocast_.has_value() || core_.output_dtype.has_value();
+  }
+  at::Tensor cast(const at::Tensor& output) const;
   bool wants_outputs() const noexcept;
   void leave_autocast() { autocast_.reset(); }
   void finish(const std::vector<at::Tensor>& outputs);
@@ -71,8 +76,8 @@ auto run_forward(PreparedModuleCore& core, Function&& function) {
     pass.leave_autocast();
     if constexpr (TensorTree<Result>) {
       if (cast) {
-        tree::for_each_tensor(result, [](at::Tensor& tensor) {
-          if (tensor.defined()) tensor = cast_to_fp32(tensor);
+        tree::for_each_tensor(result, [&](at::Tensor& tensor) {
+          if (tensor.defined()) tensor = pass.cast(tensor);
         });
       }
       pass.finish(pass.wants_outputs() ? tree::tensors(result) : std::vector<at::Tensor>{});
@@ -104,6 +109,24 @@ class PreparedModuleBase {
   }
   const std::vector<NamedTensor>& named_buffers() const { return strategy().module().buffers(); }
   at::Device device() const noexcept { return core_->device; }
+
+  /// Collective. Names and tensors of parameters and buffers, gathered if they are sharded.
+  std::vector<NamedTensor> state_dict(const parallel::StateDictOptions& options = {}) const {
+    return strategy().state_dict(options);
+  }
+  /// Collective. Takes such a state dict, the same on every rank.
+  void load_state_dict(const std::vector<NamedTensor>& state,
+                       const parallel::StateDictOptions& options = {}, bool strict = true) {
+    strategy().load_state_dict(state, options, strict);
+  }
+  /// While what is returned lives, `parameters()` are whole ordinary tensors, in their own dtype.
+  /// With `write_back`, changes made to them, alike on every rank, are kept. Collective.
+  [[nodiscard]] std::shared_ptr<void> summon_full_params(bool write_back = false) {
+    return strategy().summon_full_params(write_back);
+  }
+  /// Ends the sharding of the user's module: its parameters are whole and ordinary again. This
+  /// handle must not be used afterwards. Collective.
+  void restore() { strategy().restore(); }
 
   parallel::Strategy& strategy() const noexcept { return *core_->strategy; }
   const std::shared_ptr<detail::PreparedModuleCore>& core() const noexcept { return core_; }

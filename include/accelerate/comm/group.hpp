@@ -80,7 +80,7 @@ class Group {
   /// ignored).
   std::string scatter_bytes(const std::vector<std::string>& parts, int source = 0) const;
 
-  /// Calls and bytes since the last reset.
+  /// Calls and bytes since the last reset, those of groups split from this one included.
   Traffic traffic() const;
   void reset_traffic() const;
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/core/Device.h>
 #include <torch/arg.h>
 
 #include <concepts>
@@ -16,6 +17,10 @@ namespace accelerate {
 
 /// Gives memory that LibTorch's device allocators keep for reuse back to the devices.
 void empty_device_cache();
+
+/// Free memory in bytes: a GPU's own; of the host, what the kernel says can be had without swapping,
+/// and no more than the limit of this process' control group leaves.
+std::int64_t available_memory(at::Device device);
 
 /// Lets go of everything given (tensors, modules, optimizers in smart pointers, containers) by
 /// resetting the variables themselves, then empties the device caches. Memory is free once no other

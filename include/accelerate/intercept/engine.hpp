@@ -84,6 +84,8 @@ class Engine final : public TaggedStorage::Owner {
   /// An open pass of this kind.
   bool in_pass(Pass kind) const;
 
+  /// Starts to bring the next `units` of the trace now, beside those that EngineOptions asks for.
+  void prefetch(int units);
   /// What is at home has changed: what is in memory is out of date.
   void refresh();
   /// Ends interception: every parameter is again an ordinary tensor with its values whole, in the
@@ -135,6 +137,7 @@ class Engine final : public TaggedStorage::Owner {
   void let_go(Entry& entry);
   void empty(Entry& entry);
   std::vector<int> next_units() const;
+  std::vector<int> next_units(int most) const;
   void drop_all_but(const std::vector<int>& wanted);
   Trace& trace() noexcept { return traces_[static_cast<std::size_t>(kind_)]; }
   const Trace& trace() const noexcept { return traces_[static_cast<std::size_t>(kind_)]; }

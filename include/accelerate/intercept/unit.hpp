@@ -72,6 +72,9 @@ class Residency {
   virtual at::Tensor start_bring(const Unit& unit, at::Tensor reuse) = 0;
   /// Returns when `contents`, which start_bring returned, is filled.
   virtual void finish_bring(const Unit& unit, const at::Tensor& contents) = 0;
+  /// The unit is being let go in the middle of a training pass, which may want it again; `contents`
+  /// is what it had.
+  virtual void leaving(const Unit&, const at::Tensor& /*contents*/) {}
   /// Takes the new values of one parameter out of `contents`, for good.
   virtual void write_back(const Unit& unit, const UnitParameter& parameter,
                           const at::Tensor& contents) = 0;

@@ -83,6 +83,7 @@ class Ddp final : public Strategy {
   void sync_in_next_backward() override;
   void check_gradients() override;
   void after_step() override;
+  void after_zero_grad() override;
   at::Tensor grad_norm(double p) const override;
   void scale_gradients_(const at::Tensor& factor) override;
   void clip_grad_value_(double limit) override;

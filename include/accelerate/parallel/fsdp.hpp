@@ -38,8 +38,22 @@ struct MixedPrecisionPolicy {
 
 /// When a unit's parameters are gathered for the backward pass.
 enum class BackwardPrefetch {
-  backward_pre,  ///< while the unit before it computes: two units in memory
-  none           ///< when it is used
+  backward_pre,   ///< while the unit before it computes: two units in memory
+  backward_post,  ///< once the unit before it has all its gradients: less overlap, lower peak
+  none            ///< when it is used
+};
+
+/// Whether a unit's parameters are given up after forward, and over how many ranks they are spread
+/// until backward.
+struct ReshardAfterForward {
+  /// True: over all ranks of the sharding group. False: they stay whole until backward.
+  ReshardAfterForward(bool reshard) : enabled(reshard) {}  // NOLINT: as a bool is written
+  /// Over groups of so many consecutive ranks (those of one machine, say), so that backward gathers
+  /// within the group. It must divide the number of ranks of the sharding group. After FSDP2.
+  ReshardAfterForward(int ranks) : enabled(true), group_size(ranks) {}  // NOLINT
+  bool enabled = true;
+  /// 0: all ranks.
+  int group_size = 0;
 };
 
 /// How a module is cut into units, which are gathered and reduced as one.
@@ -47,9 +61,10 @@ class FsdpOptions {
  public:
   /// Default: full_shard.
   TORCH_ARG(ShardingStrategy, sharding_strategy) = ShardingStrategy::full_shard;
-  /// Whether a unit's parameters are given up after forward and gathered again for backward. False
-  /// makes shard_grad_op of full_shard. Default: true.
-  TORCH_ARG(bool, reshard_after_forward) = true;
+  /// Whether a unit's parameters are given up after forward and gathered again for backward: a bool,
+  /// or the number of ranks that share them in between. False makes shard_grad_op of full_shard.
+  /// Default: true.
+  TORCH_ARG(ReshardAfterForward, reshard_after_forward) = true;
   /// Default: everything in the module's own dtype.
   TORCH_ARG(MixedPrecisionPolicy, mixed_precision);
   /// Modules by their dotted name that become one unit each. Default: chosen automatically.
@@ -80,23 +95,13 @@ class FsdpOptions {
   /// Whether the micro-batches that do not synchronise are reduced all the same, and added up in
   /// the shards: more communication, and no memory for whole gradients. Default: false.
   TORCH_ARG(bool, reduce_every_backward) = false;
+  /// Before each gather and reduction, check that all ranks are at the same unit: programs that went
+  /// different ways get an error that names the units on every rank, and no hang. A small exchange
+  /// each. The Accelerator's debug mode switches it on. Default: false.
+  TORCH_ARG(bool, verify_control_flow) = false;
   /// Ranks of one sharding group in the hybrid strategies; it must divide the number of ranks. 0:
   /// the ranks of one machine. Default: 0.
   TORCH_ARG(int, shard_group_size) = 0;
-};
-
-/// One rank's part of one parameter, for checkpoints.
-struct ParameterShard {
-  std::string name;
-  std::vector<std::int64_t> global_shape;
-  /// The first element of the parameter, in memory order, that this rank has, and how many.
-  std::int64_t offset = 0;
-  std::int64_t elements = 0;
-  /// What the optimizer owns; rows of the parameter where the cut falls between rows, else one
-  /// dimension.
-  at::Tensor leaf;
-  /// Memory order of the whole parameter.
-  std::vector<std::int64_t> global_strides;
 };
 
 /// What Fsdp did since the last reset.
@@ -123,12 +128,14 @@ class Fsdp final : public Strategy {
  public:
   /// Collective over `group`. Throws ShardingError, on every rank, when the ranks' modules differ,
   /// when there is nothing to shard, or when an option cannot be met; the module is then as it was.
-  Fsdp(ModuleRecord module, FsdpOptions options, const comm::Group& group);
+  Fsdp(ModuleRecord module, FsdpOptions options, const comm::Group& group,
+       std::string name = "fsdp");
   /// The module's parameters are unusable from then on, with a sentence that says so, unless
   /// `restore` was called. Does not communicate.
   ~Fsdp() override;
 
-  std::string_view name() const noexcept override { return "fsdp"; }
+  /// "fsdp", or the name given to the constructor.
+  std::string_view name() const noexcept override;
   const FsdpOptions& options() const noexcept;
 
   void before_forward(const ForwardContext& context) override;
@@ -138,35 +145,29 @@ class Fsdp final : public Strategy {
   at::Tensor optimizer_leaf(const at::Tensor& parameter) const override;
   void check_gradients() override;
   void after_step() override;
+  void after_zero_grad() override;
   at::Tensor grad_norm(double p) const override;
   void scale_gradients_(const at::Tensor& factor) override;
   void clip_grad_value_(double limit) override;
 
-  /// While it lives, the module's parameters are whole ordinary tensors in their own dtype.
-  /// Collective.
-  class FullParameters {
-   public:
-    FullParameters(FullParameters&&) noexcept;
-    ~FullParameters();
+  std::vector<ParameterShard> shards() const override;
+  std::vector<NamedTensor> state_dict(const StateDictOptions& options = {}) const override;
+  void load_state_dict(const std::vector<NamedTensor>& state, const StateDictOptions& options = {},
+                       bool strict = true) override;
+  std::shared_ptr<void> summon_full_params(bool write_back = false) override;
+  /// Ends interception as well. Nothing is left to train then: every other member throws
+  /// StateError.
+  void restore() override;
+  bool owns_leaves() const noexcept override { return true; }
 
-   private:
-    friend class Fsdp;
-    struct Impl;
-    explicit FullParameters(std::unique_ptr<Impl> impl);
-    std::unique_ptr<Impl> impl_;
-  };
-  /// With `write_back`, changes made in the scope, alike on every rank, are kept.
-  FullParameters summon_full_params(bool write_back = false);
-  /// Gives the module its whole parameters back for good, and ends interception. Collective.
-  void restore();
-
-  /// This rank's parts, in the order of the module's parameters.
-  const std::vector<ParameterShard>& shards() const noexcept;
   /// One line for each unit: its name, how many parameters, and how many bytes while whole.
   std::string describe_units() const;
   std::int64_t num_units() const noexcept;
   FsdpStatistics statistics() const;
   void reset_statistics();
+
+ protected:
+  int rank() const noexcept override;
 
  private:
   struct Impl;
@@ -174,3 +175,12 @@ class Fsdp final : public Strategy {
 };
 
 }  // namespace accelerate::parallel
+
+namespace accelerate {
+using parallel::BackwardPrefetch;
+using parallel::FsdpOptions;
+using parallel::MixedPrecisionPolicy;
+using parallel::ShardingStrategy;
+using parallel::StateDictOptions;
+using parallel::StateDictType;
+}  // namespace accelerate

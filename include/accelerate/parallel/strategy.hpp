@@ -3,8 +3,11 @@
 #include <accelerate/core/module.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <torch/arg.h>
 
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -17,6 +20,38 @@ struct ForwardContext {
   /// The gradients of this forward's backward are to be reduced over the ranks (false inside
   /// no_sync and in all but the last micro-batch of an accumulation window).
   bool sync = true;
+};
+
+/// One rank's part of one parameter.
+struct ParameterShard {
+  std::string name;
+  std::vector<std::int64_t> global_shape;
+  /// The first element of the parameter, in memory order, that this rank has, and how many.
+  std::int64_t offset = 0;
+  std::int64_t elements = 0;
+  /// What the optimizer owns; rows of the parameter where the cut falls between rows, else one
+  /// dimension.
+  at::Tensor leaf;
+  /// Memory order of the whole parameter.
+  std::vector<std::int64_t> global_strides;
+};
+
+/// Which tensors a state dict has.
+enum class StateDictType {
+  full,     ///< every parameter and buffer whole
+  sharded,  ///< this rank's part of each parameter (see Strategy::shards for where it lies), and
+            ///< every buffer whole
+  local     ///< as it is stored on this rank: one flat tensor a unit, and every buffer whole. Of use
+            ///< only to the same module under the same strategy on as many ranks
+};
+
+struct StateDictOptions {
+  /// Default: full.
+  TORCH_ARG(StateDictType, type) = StateDictType::full;
+  /// Copies to host memory, unit by unit, so that the device never holds the whole. Default: false.
+  TORCH_ARG(bool, offload_to_cpu) = false;
+  /// Only rank 0 gets the tensors of a full state dict; the others get none. Default: false.
+  TORCH_ARG(bool, rank0_only) = false;
 };
 
 /// How a prepared module is spread over processes. One object for each prepared module; it lives as
@@ -49,8 +84,10 @@ class Strategy {
   /// gradients are not what training needs, for example those of a forward that went around the
   /// prepared module and so were never reduced.
   virtual void check_gradients() {}
-  /// Called after an optimizer stepped or its gradients were cleared.
+  /// Called after an optimizer over this module's parameters stepped, and after its gradients were
+  /// cleared, which may be between a forward and its backward.
   virtual void after_step() {}
+  virtual void after_zero_grad() {}
 
   /// The p-norm of all gradients, over all ranks. p may be infinity.
   virtual at::Tensor grad_norm(double p) const;
@@ -58,11 +95,34 @@ class Strategy {
   virtual void scale_gradients_(const at::Tensor& factor);
   virtual void clip_grad_value_(double limit);
 
+  /// This rank's parts of all parameters, in the module's order: each whole unless it is sharded.
+  virtual std::vector<ParameterShard> shards() const;
+  /// Collective. Names and tensors of parameters and buffers, in the parameters' own dtype. They
+  /// share memory with the module where they need no gathering and no copy was asked for. A full
+  /// one has a tied tensor under each of its names.
+  virtual std::vector<NamedTensor> state_dict(const StateDictOptions& options = {}) const;
+  /// Collective. Takes the values of such a state dict, which every rank gives. With `strict`,
+  /// throws CheckpointError naming what is missing and what is not known; always for wrong shapes.
+  /// Changes nothing when it throws.
+  virtual void load_state_dict(const std::vector<NamedTensor>& state,
+                               const StateDictOptions& options = {}, bool strict = true);
+  /// While what is returned lives, the module's parameters are whole ordinary tensors. With
+  /// `write_back`, changes made to them, alike on every rank, are kept. Collective.
+  virtual std::shared_ptr<void> summon_full_params(bool write_back);
+  /// Ends it: the module is again as the user made it, with its parameters whole. Collective.
+  virtual void restore() {}
+  /// True when a rank's gradients are not in the user's parameters, so only a prepared optimizer
+  /// can step.
+  virtual bool owns_leaves() const noexcept { return false; }
+
   /// Collective. Throws DistributedError on every rank when a parameter or buffer that should be
   /// equal on all ranks is not, naming the first.
   virtual void verify_parameters() const {}
 
  protected:
+  /// In the group that the module is spread over.
+  virtual int rank() const noexcept { return 0; }
+
   ModuleRecord module_;
 };
 

@@ -1,0 +1,404 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <intercept/quiet.hpp>
+#include <parallel/fsdp_impl.hpp>
+#include <parallel/unit_plan.hpp>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/jit/codegen/fuser/interface.h>
+#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+
+namespace accelerate::parallel {
+namespace {
+
+using intercept::Engine;
+using intercept::Quiet;
+using intercept::Stay;
+using intercept::Unit;
+using intercept::UnitGradients;
+using intercept::UnitParameter;
+
+// A view that autograd knows nothing of: an optimizer may detach it in place and own it as a leaf.
+at::Tensor plain_view(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_t offset) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return flat.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
+}
+
+// Ranks that shard different modules would gather nonsense.
+void check_same_on_all_ranks(const std::vector<intercept::UnitPlan>& plans,
+                             const comm::Group& group) {
+  std::string mine;
+  for (const auto& plan : plans) {
+    for (const auto& [name, tensor] : plan.parameters) {
+      mine += text::concat(name, " ", tensor.scalar_type(), " [",
+                           text::join(tensor.sizes(), ", ", 64), "] in unit '", plan.name, "'\n");
+    }
+  }
+  const auto all = group.all_gather_bytes(mine);
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    const auto first = text::split(all[0], '\n');
+    const auto other = text::split(all[rank], '\n');
+    std::size_t at = 0;
+    while (at < first.size() && at < other.size() && first[at] == other[at]) ++at;
+    const auto line = [&](const std::vector<std::string>& lines) {
+      return at < lines.size() && !lines[at].empty() ? lines[at]
+                                                     : std::string("no more parameters");
+    };
+    throw ShardingError(text::concat("The module is not the same on all ranks: rank 0 has ",
+                                     line(first), " where rank ", rank, " has ", line(other),
+                                     ". Build the same module on every rank."));
+  }
+}
+
+void from_rank_zero(const at::Tensor& tensor, const comm::Group& group) {
+  if (group.size() == 1 || tensor.numel() == 0) return;
+  const Quiet quiet;
+  const at::Tensor contiguous = tensor.contiguous();
+  group.broadcast(contiguous, 0).wait();
+  if (!contiguous.is_same(tensor)) tensor.copy_(contiguous);
+}
+
+int ranks_of_this_machine(const comm::Group& group) {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  const auto all = group.all_gather_bytes(host.data());
+  return static_cast<int>(std::count(all.begin(), all.end(), std::string(host.data())));
+}
+
+}  // namespace
+
+void Fsdp::Impl::for_unit(const Unit& unit, const char* what, const std::function<void()>& body) {
+  const auto message = [&] { return text::concat(what, " the unit '", unit.name(), "' failed"); };
+  try {
+    body();
+  } catch (const TimeoutError& error) {
+    std::throw_with_nested(TimeoutError(message(), error.operation(), error.rank()));
+  } catch (const PeerLostError& error) {
+    std::throw_with_nested(
+        PeerLostError(message(), error.operation(), error.rank(), error.lost_rank()));
+  } catch (const DistributedError& error) {
+    std::throw_with_nested(DistributedError(message(), error.operation(), error.rank()));
+  }
+}
+
+void Fsdp::Impl::announce(const comm::Group& group, const std::string& event) const {
+  if (!options.verify_control_flow() || group.size() == 1) return;
+  const auto events = group.all_gather_bytes(event);
+  for (std::size_t other = 1; other < events.size(); ++other) {
+    if (events[other] == events[0]) continue;
+    const auto& ranks = group.global_ranks();
+    throw ShardingError(text::concat(
+        "The ranks went different ways: rank ", ranks[0], " ", events[0], " while rank ",
+        ranks[other], " ", events[other],
+        ". Every rank must run the same modules in the same order; this rank is ",
+        ranks[static_cast<std::size_t>(group.rank())], "."));
+  }
+}
+
+Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOptions given,
+                 const comm::Group& group)
+    : name(std::move(strategy_name)), module(record), options(std::move(given)), world_rank(group.rank()) {
+  if (!options.reshard_after_forward().enabled || options.reshard_after_forward().group_size == 1) {
+    auto& strategy = options.sharding_strategy();
+    if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
+    if (strategy == ShardingStrategy::hybrid_shard) strategy = ShardingStrategy::hybrid_shard_zero2;
+  }
+  auto plans = plan_units(module, options);
+  check_same_on_all_ranks(plans, group);
+  make_groups(group);
+  for (auto& plan : plans) {
+    switch (options.sharding_strategy()) {
+      case ShardingStrategy::full_shard:
+      case ShardingStrategy::hybrid_shard:
+        break;  // as planned: the root stays, the rest comes and goes
+      case ShardingStrategy::shard_grad_op:
+      case ShardingStrategy::hybrid_shard_zero2:
+        plan.stay = Stay::through_pass;
+        break;
+      case ShardingStrategy::shard_optimizer:
+      case ShardingStrategy::no_shard:
+        plan.stay = Stay::always;
+        break;
+    }
+  }
+  if (module.is_torchscript()) {
+    // A fused kernel would read parameters past the dispatcher.
+    torch::jit::setTensorExprFuserEnabled(false);
+    torch::jit::overrideCanFuseOnCPU(false);
+    torch::jit::overrideCanFuseOnGPU(false);
+  }
+  intercept::EngineOptions engine_options;
+  engine_options.parts = gather_group.size();
+  engine_options.compute_dtype = options.mixed_precision().param_dtype;
+  engine_options.prefetch = options.forward_prefetch() ? options.prefetch_units() : 0;
+  engine_options.prefetch_in_backward =
+      options.backward_prefetch() == BackwardPrefetch::backward_pre ? options.prefetch_units() : 0;
+  engine_options.resident_limit = options.resident_limit();
+  parts.resize(plans.size());
+  engine = std::make_unique<Engine>(std::move(plans), engine_options, *this,
+                                    [&](const Unit& unit, at::Tensor flat) {
+                                      if (options.sync_module_states()) from_rank_zero(flat, group);
+                                      adopt(unit, std::move(flat));
+                                    });
+  gradients = std::make_unique<intercept::Gradients>(*engine, *this,
+                                                     options.mixed_precision().reduce_dtype);
+  leaf_versions = versions();
+  for (const auto& [key, parameter] : module.parameters()) {
+    for (std::size_t u = 0; u < parts.size(); ++u) {
+      const Unit& unit = *engine->units()[u];
+      for (std::size_t p = 0; p < unit.parameters().size(); ++p) {
+        const UnitParameter& own = unit.parameters()[p];
+        if (!own.parameter.is_same(parameter)) continue;
+        leaf_of[parameter.unsafeGetTensorImpl()] = parts[u].leaves[p];
+      }
+    }
+  }
+  if (options.sync_module_states()) {
+    for (const auto& [key, buffer] : module.buffers()) from_rank_zero(buffer, group);
+    for (const auto& [key, parameter] : module.parameters()) {
+      if (!leaf_of.contains(parameter.unsafeGetTensorImpl()))
+        from_rank_zero(parameter, group);  // ignored modules'
+    }
+  }
+  if (const auto dtype = options.mixed_precision().buffer_dtype) {
+    for (const auto& [key, buffer] : module.buffers()) {
+      if (buffer.is_floating_point()) at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
+    }
+  }
+}
+
+void Fsdp::Impl::require_sharded() const {
+  if (gradients == nullptr) {
+    throw StateError(
+        "The module's sharding was ended by restore(), so it is not trained over the ranks any "
+        "more. Prepare it again.");
+  }
+}
+
+void Fsdp::Impl::make_groups(const comm::Group& group) {
+  int size = group.size();
+  switch (options.sharding_strategy()) {
+    case ShardingStrategy::no_shard:
+      size = 1;
+      break;
+    case ShardingStrategy::hybrid_shard:
+    case ShardingStrategy::hybrid_shard_zero2:
+      size = options.shard_group_size() > 0 ? options.shard_group_size()
+                                            : ranks_of_this_machine(group);
+      if (group.size() % size != 0) {
+        throw ShardingError(text::concat("Hybrid sharding in groups of ", size,
+                                         " ranks needs a number of ranks that is a multiple of it; "
+                                         "there are ",
+                                         group.size(),
+                                         ". Set FsdpOptions::shard_group_size to a divisor."));
+      }
+      break;
+    default:
+      break;
+  }
+  gather_group = group.split(group.rank() / size, group.rank(), "fsdp_gather");
+  reduce_group = group.split(group.rank() / size, group.rank(), "fsdp_reduce");
+  replicate_group = group.split(group.rank() % size, group.rank(), "fsdp_replicate");
+  const int share = options.reshard_after_forward().group_size;
+  if (share < 0 || (share > 0 && size % share != 0)) {
+    throw ShardingError(text::concat(
+        "FsdpOptions::reshard_after_forward is ", share,
+        " ranks, and it must divide the ", size,
+        " ranks that a unit is sharded over. Use a divisor, true or false."));
+  }
+  if (share > 1 && share < size)
+    reshard_group = group.split(group.rank() / share, group.rank(), "fsdp_reshard");
+}
+
+void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
+  const Quiet quiet;
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  const std::int64_t length = unit.layout().part;
+  const std::int64_t begin = gather_group.rank() * length;
+  at::Tensor mine = flat.narrow(0, begin, length);
+  if (options.cpu_offload() && !mine.is_cpu()) {
+    mine = mine.to(at::kCPU).pin_memory();
+  } else if (gather_group.size() > 1) {
+    mine = mine.clone();
+  }
+  part.shard = std::move(mine);
+  for (const UnitParameter& parameter : unit.parameters()) {
+    const std::int64_t from = std::clamp<std::int64_t>(parameter.offset, begin, begin + length);
+    const std::int64_t to =
+        std::clamp<std::int64_t>(parameter.offset + parameter.elements, begin, begin + length);
+    std::vector<std::int64_t> sizes{to - from};
+    // Whole rows keep their shape, for optimizers that look at rows and columns.
+    if (parameter.row_aligned && parameter.parameter.is_contiguous() &&
+        parameter.sizes.size() > 1) {
+      sizes = parameter.sizes;
+      sizes[0] = to > from ? (to - from) / (parameter.elements / parameter.sizes[0]) : 0;
+    }
+    part.leaf_offsets.push_back(from - begin);
+    part.leaves.push_back(plain_view(part.shard, sizes, from - begin));
+    part.leaves.back().set_requires_grad(parameter.parameter.requires_grad());
+  }
+}
+
+at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  announce(gather_group, text::concat("gathers the unit '", unit.name(), "'"));
+  at::Tensor whole = reuse.defined()
+                         ? std::move(reuse)
+                         : at::empty({unit.layout().total()},
+                                     at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
+  if (part.reshard.defined()) {
+    for_unit(unit, "Gathering",
+             [&] { part.gather = reshard_group.all_gather_into(whole, part.reshard); });
+    return whole;
+  }
+  at::Tensor mine = part.shard;
+  if (mine.scalar_type() != whole.scalar_type() || mine.device() != whole.device()) {
+    mine = whole.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part);
+    mine.copy_(part.shard, /*non_blocking=*/true);
+  }
+  for_unit(unit, "Gathering", [&] { part.gather = gather_group.all_gather_into(whole, mine); });
+  const auto item = static_cast<std::int64_t>(whole.element_size());
+  gathered_bytes += unit.layout().total() * item;
+  gathered_parameter_bytes += unit.layout().elements * item;
+  return whole;
+}
+
+void Fsdp::Impl::finish_bring(const Unit& unit, const at::Tensor&) {
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  for_unit(unit, "Gathering", [&] { part.gather.wait(); });
+  part.gather = {};
+}
+
+void Fsdp::Impl::leaving(const Unit& unit, const at::Tensor& contents) {
+  if (reshard_group.size() == 1) return;
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  if (part.reshard.defined()) return;
+  const std::int64_t length = unit.layout().total() / reshard_group.size();
+  part.reshard = contents.narrow(0, reshard_group.rank() * length, length).clone();
+}
+
+void Fsdp::Impl::write_back(const Unit& unit, const UnitParameter& parameter,
+                            const at::Tensor& contents) {
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  part.reshard.reset();
+  const std::int64_t begin = gather_group.rank() * unit.layout().part;
+  const std::int64_t from = std::max(parameter.offset, begin);
+  const std::int64_t to =
+      std::min(parameter.offset + parameter.elements, begin + unit.layout().part);
+  if (from < to)
+    part.shard.narrow(0, from - begin, to - from).copy_(contents.narrow(0, from, to - from));
+}
+
+at::Tensor Fsdp::Impl::bring_full(const Unit& unit) {
+  const Part& part = parts[static_cast<std::size_t>(unit.index())];
+  at::Tensor whole =
+      at::empty({unit.layout().total()}, at::TensorOptions(unit.device()).dtype(unit.dtype()));
+  for_unit(unit, "Gathering",
+           [&] { gather_group.all_gather_into(whole, part.shard.to(unit.device())).wait(); });
+  return whole;
+}
+
+void Fsdp::Impl::write_back_full(const Unit& unit, const at::Tensor& full) {
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  part.shard.copy_(full.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part));
+}
+
+void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
+  announce(reduce_group, text::concat("reduces the gradients of the unit '", unit.name(), "'"));
+  finish_reduction();  // one at a time: each needs a buffer of a whole unit
+  Reduction reduction{&unit, std::move(given), {}, {}};
+  at::Tensor& flat = reduction.gradients.flat;
+  const int ranks = gather_group.size();
+  if (ranks == 1) {
+    reduction.output = flat;
+  } else {
+    reduction.output = at::empty({UnitGradients::part(unit)}, flat.options());
+    // A sum of fp16 gradients overflows before a mean of them would.
+    const bool divide_first = flat.scalar_type() == at::kHalf;
+    if (divide_first) flat.div_(ranks);
+    for_unit(unit, "Reducing the gradients of", [&] {
+      reduction.work = reduce_group.reduce_scatter_into(
+          reduction.output, flat, divide_first ? comm::ReduceOp::sum : comm::ReduceOp::avg);
+    });
+  }
+  ++reductions;
+  const auto item = static_cast<std::int64_t>(flat.element_size());
+  reduced_bytes += flat.numel() * item;
+  reduced_parameter_bytes += unit.layout().elements * item;
+  under_way = std::move(reduction);
+  if (options.backward_prefetch() == BackwardPrefetch::backward_post) engine->prefetch(1);
+}
+
+void Fsdp::Impl::finish_reduction() {
+  if (!under_way) return;
+  Reduction reduction = std::move(*under_way);
+  under_way.reset();
+  const Unit& unit = *reduction.unit;
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  for_unit(unit, "Reducing the gradients of", [&] {
+    reduction.work.wait();
+    if (replicate_group.size() > 1)
+      replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg).wait();
+  });
+  reduction.gradients.flat.reset();
+  auto& used = reduction.gradients.used;
+  if (std::find(used.begin(), used.end(), false) != used.end()) {
+    // Unused here; another rank may have used it, and then every rank has its share of the mean.
+    const at::Tensor flags = reduction.output.slice(0, unit.layout().part).to(at::kCPU, at::kFloat);
+    for (std::size_t p = 0; p < used.size(); ++p) used[p] = flags.const_data_ptr<float>()[p] > 0;
+  }
+  const at::Tensor mine = reduction.output.to(part.shard.device(), part.shard.scalar_type());
+  for (std::size_t p = 0; p < used.size(); ++p) {
+    at::Tensor& leaf = part.leaves[p];
+    if (!used[p] || !unit.parameters()[p].parameter.requires_grad()) continue;
+    const at::Tensor gradient = plain_view(mine, leaf.sizes(), part.leaf_offsets[p]);
+    if (leaf.grad().defined()) {
+      leaf.mutable_grad().add_(gradient);
+    } else {
+      leaf.mutable_grad() = gradient;
+    }
+  }
+}
+
+void Fsdp::Impl::finish(bool reduced) {
+  if (reduced) finish_reduction();
+  for (Part& part : parts) part.reshard.reset();
+  announce(gather_group, "ended its backward pass");
+}
+
+std::int64_t Fsdp::Impl::versions() const {
+  std::int64_t sum = 0;
+  for (const Part& part : parts) {
+    for (const at::Tensor& leaf : part.leaves) sum += static_cast<std::int64_t>(leaf._version());
+  }
+  return sum;
+}
+
+void Fsdp::Impl::refresh() {
+  leaf_versions = versions();
+  engine->refresh();
+  for (Part& part : parts) part.reshard.reset();
+}
+
+// Whoever wrote to a leaf, an optimizer or a checkpoint: what was gathered before is out of date.
+void Fsdp::Impl::refresh_if_stepped() {
+  if (versions() != leaf_versions) refresh();
+}
+
+std::vector<at::Tensor> Fsdp::Impl::local_gradients() const {
+  std::vector<at::Tensor> all;
+  for (const Part& part : parts) {
+    for (const at::Tensor& leaf : part.leaves) {
+      if (leaf.grad().defined() && leaf.grad().numel() > 0) all.push_back(leaf.grad());
+    }
+  }
+  return all;
+}
+
+}  // namespace accelerate::parallel

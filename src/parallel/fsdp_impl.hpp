@@ -1,0 +1,77 @@
+#pragma once
+
+#include <accelerate/intercept/gradients.hpp>
+#include <accelerate/parallel/fsdp.hpp>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace accelerate::parallel {
+
+// What Fsdp has and does. fsdp_impl.cpp brings units and reduces gradients, fsdp.cpp is the
+// strategy that the prepared module sees, fsdp_state.cpp reads and writes parameters from outside.
+struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
+  // One unit as this rank has it.
+  struct Part {
+    at::Tensor shard;                        // flat, in the module's own dtype
+    std::vector<at::Tensor> leaves;          // by parameter
+    std::vector<std::int64_t> leaf_offsets;  // of each leaf in the shard
+    comm::Work gather;
+    // Between forward and backward, when reshard_after_forward names a number of ranks: this rank's
+    // part of the unit over that group, in the compute dtype.
+    at::Tensor reshard;
+  };
+  struct Reduction {
+    const intercept::Unit* unit = nullptr;
+    intercept::UnitGradients gradients;
+    at::Tensor output;
+    comm::Work work;
+  };
+
+  std::string name;
+  const ModuleRecord& module;
+  FsdpOptions options;
+  int world_rank = 0;
+  // Gathers and reductions have a communicator each: reductions come in an order of their own,
+  // which may fall differently between the gathers on ranks that use different parameters.
+  comm::Group gather_group, reduce_group, replicate_group, reshard_group;
+  std::vector<Part> parts;
+  std::unordered_map<const void*, at::Tensor> leaf_of;
+  std::optional<Reduction> under_way;
+  std::int64_t leaf_versions = 0;
+  std::int64_t reductions = 0, gathered_bytes = 0, gathered_parameter_bytes = 0, reduced_bytes = 0,
+               reduced_parameter_bytes = 0;
+  std::unique_ptr<intercept::Engine> engine;
+  std::unique_ptr<intercept::Gradients> gradients;
+
+  Impl(std::string name, const ModuleRecord& module, FsdpOptions given, const comm::Group& group);
+
+  void make_groups(const comm::Group& group);
+  void require_sharded() const;
+  void adopt(const intercept::Unit& unit, at::Tensor flat);
+  // With verify_control_flow: throws on every rank unless all ranks are at the same `event`.
+  void announce(const comm::Group& group, const std::string& event) const;
+  // Errors of communication say which unit they struck, and keep their type.
+  static void for_unit(const intercept::Unit& unit, const char* what,
+                       const std::function<void()>& body);
+  void finish_reduction();
+  std::int64_t versions() const;
+  void refresh();
+  void refresh_if_stepped();
+  std::vector<at::Tensor> local_gradients() const;
+
+  at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
+  void finish_bring(const intercept::Unit& unit, const at::Tensor& contents) override;
+  void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
+                  const at::Tensor& contents) override;
+  void leaving(const intercept::Unit& unit, const at::Tensor& contents) override;
+  at::Tensor bring_full(const intercept::Unit& unit) override;
+  void write_back_full(const intercept::Unit& unit, const at::Tensor& full) override;
+  void reduce(const intercept::Unit& unit, intercept::UnitGradients given) override;
+  void finish(bool reduced) override;
+};
+
+}  // namespace accelerate::parallel
