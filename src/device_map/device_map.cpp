@@ -136,30 +136,4 @@ MaxMemory get_max_memory(MaxMemory limits) {
   return limits;
 }
 
-std::int64_t available_host_memory() {
-  std::int64_t available = std::numeric_limits<std::int64_t>::max();
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string key, unit; meminfo >> key;) {
-    std::int64_t kib = 0;
-    meminfo >> kib;
-    std::getline(meminfo, unit);
-    if (key == "MemAvailable:") {
-      available = kib * 1024;
-      break;
-    }
-  }
-  // A container may have less than its machine.
-  const auto number_in = [](const char* file) -> std::optional<std::int64_t> {
-    std::ifstream in(file);
-    std::string word;
-    if (!(in >> word)) return std::nullopt;
-    return text::to_int(word);  // "max" is no number
-  };
-  for (const char* file :
-       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    if (const auto limit = number_in(file)) available = std::min(available, *limit);
-  }
-  return available;
-}
-
 }  // namespace accelerate

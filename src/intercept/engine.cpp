@@ -37,7 +37,7 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
   }
   // Everything that can be refused has been; from here on the user's parameters change.
   for (const auto& unit : units_) {
-    adopt(*unit, unit->flatten());
+    if (adopt) adopt(*unit, unit->flatten());
     unit->tag();
   }
 }
@@ -87,6 +87,8 @@ void Engine::empty(Entry& entry) {
     entry.buffer = std::move(contents);
   } else {
     resident_bytes_ -= entry.unit->storage().bytes();
+    contents.reset();
+    residency_.gone(*entry.unit);
   }
 }
 
@@ -178,6 +180,10 @@ void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::
       residency_.write_back(unit, parameter, storage.contents());
     }
   }
+}
+
+void Engine::repointed(TaggedStorage& storage) {
+  residency_.repointed(*units_[static_cast<std::size_t>(storage.id())]);
 }
 
 void Engine::begin_pass(Pass kind) {

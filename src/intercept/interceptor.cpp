@@ -7,6 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_convolution_ops.h>
+#include <ATen/ops/_has_compatible_shallow_copy_type_ops.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/addmm_ops.h>
 #include <ATen/ops/baddbmm_ops.h>
@@ -218,6 +219,16 @@ void make_the_like(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
 }
 
+// What `set_data` asks before it points a tensor elsewhere.
+bool may_be_repointed(c10::DispatchKeySet keys, const at::Tensor& tensor, const at::Tensor& with) {
+  if (is_tagged(tensor)) {
+    TaggedStorage* storage = TaggedStorage::of(tensor);
+    if (storage != nullptr && TaggedStorage::of(with) != storage)
+      storage->owner().repointed(*storage);
+  }
+  return at::_ops::_has_compatible_shallow_copy_type::redispatch(keys & kBelow, tensor, with);
+}
+
 std::string other_user() {
   auto& dispatcher = c10::Dispatcher::singleton();
   if (dispatcher.hasBackendFallbackForDispatchKey(kTag)) return "a fallback for every operator";
@@ -249,6 +260,7 @@ struct Registration {
         aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&make_the_like>());
       }
     }
+    aten.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_be_repointed));
     using namespace at::_ops;
     override_typed<linear, addmm, mm, matmul, bmm, baddbmm, conv1d, conv2d, convolution,
                    convolution_backward, layer_norm, native_layer_norm, native_layer_norm_backward,

@@ -283,7 +283,6 @@ TEST(DeviceMap, WhatIsWrongIsNamed) {
                                {Place::accelerator(1), std::int64_t{10} << 30},
                                {Place::cpu(), 40 << 20},
                                {Place::disk(), 1'000'000'000'000}}));
-  EXPECT_GT(available_host_memory(), 1 << 20);
 }
 
 }  // namespace

@@ -52,9 +52,6 @@ MaxMemory parse_max_memory(std::string_view text);
 /// Sorts limits into the order in which places are filled: accelerators, cpu, disk. Throws
 /// ConfigError for a place named twice or a negative limit.
 MaxMemory get_max_memory(MaxMemory limits);
-/// Bytes of host memory that can be taken without swapping, within this process' control group.
-std::int64_t available_host_memory();
-
 /// Element types of single tensors by their path.
 using SpecialDtypes = std::vector<std::pair<std::string, ElementType>>;
 
