@@ -5,13 +5,19 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <utility>
 #include <charconv>
 #include <cstdio>
+#include <utility>
+
+#include "io/checksum_avx2.hpp"
 
 namespace accelerate::io {
 
 std::uint64_t checksum(std::span<const std::byte> bytes) noexcept {
+#ifdef ACCELERATE_CHECKSUM_AVX2
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) return checksum_avx2(bytes.data(), bytes.size());
+#endif
   return XXH3_64bits(bytes.data(), bytes.size());
 }
 

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cerrno>
 #include <utility>
-#include <vector>
 
 #include "io/system_error.hpp"
 
@@ -232,6 +231,17 @@ void delete_path(const fs::path& path) {
     fs::remove_all(path, code);
   }
   if (code) throw_system(code.value(), path, "Could not remove ", path.string());
+}
+
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  std::error_code code;
+  for (fs::directory_iterator at(folder, code), end; !code && at != end; at.increment(code)) {
+    names.push_back(at->path().filename().string());
+  }
+  if (code) throw_system(code.value(), folder, "Could not list the folder ", folder.string());
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 void make_folders(const fs::path& folder) {

@@ -13,7 +13,8 @@ namespace accelerate::io {
 
 namespace fs = std::filesystem;
 
-MappedFile::MappedFile(const fs::path& path, Advice advice) : path_(fs::absolute(path)) {
+MappedFile::MappedFile(const fs::path& path, Advice advice, Access access)
+    : path_(fs::absolute(path)) {
   const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) throw_system(errno, path_, "Could not open ", path.string());
   int error = 0;
@@ -24,7 +25,10 @@ MappedFile::MappedFile(const fs::path& path, Advice advice) : path_(fs::absolute
     error = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
   } else if (status.st_size > 0) {  // an empty file cannot be mapped, and needs not be
     size_ = static_cast<std::size_t>(status.st_size);
-    void* const at = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0);
+    const bool writable = access == Access::kCopyOnWrite;
+    // Without reserving: only pages that are written to will need memory.
+    void* const at = ::mmap(nullptr, size_, writable ? PROT_READ | PROT_WRITE : PROT_READ,
+                            writable ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED, descriptor, 0);
     if (at == MAP_FAILED) {
       error = errno;
     } else {

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cstdio>
 #include <set>
 
@@ -156,19 +157,23 @@ std::vector<std::vector<TensorInfo>> split(std::vector<TensorInfo> tensors, std:
 
 namespace {
 
+bool is_folder(const fs::path& path) {
+  std::error_code ignored;  // what cannot be looked at is reported when it is opened
+  return fs::is_directory(path, ignored);
+}
+
 // The file or the index that a folder holds.
 fs::path in_folder(const fs::path& folder) {
-  for (const std::string& name : {shard_name("model", 0, 1), index_name("model")}) {
-    if (fs::exists(folder / name)) return folder / name;
-  }
   std::vector<fs::path> found;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
-    if (name.ends_with(".safetensors.index.json")) found.push_back(entry.path());
+  const std::vector<std::string> names = names_in(folder);
+  for (const std::string& wanted : {shard_name("model", 0, 1), index_name("model")}) {
+    if (std::find(names.begin(), names.end(), wanted) != names.end()) return folder / wanted;
   }
-  if (found.empty()) {
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      if (entry.path().extension() == ".safetensors") found.push_back(entry.path());
+  for (const char* end : {".safetensors.index.json", ".safetensors"}) {
+    for (const std::string& name : names) {
+      if (found.empty() || found.front().string().ends_with(end)) {
+        if (name.ends_with(end)) found.push_back(folder / name);
+      }
     }
   }
   if (found.size() == 1) return found.front();
@@ -180,8 +185,8 @@ fs::path in_folder(const fs::path& folder) {
 
 }  // namespace
 
-Collection::Collection(const fs::path& path)
-    : path_(fs::is_directory(path) ? in_folder(path) : path) {
+Collection::Collection(const fs::path& path, Access access)
+    : path_(is_folder(path) ? in_folder(path) : path) {
   const bool indexed = path_.extension() == ".json";
   Index index;
   std::vector<std::string> files;
@@ -196,11 +201,11 @@ Collection::Collection(const fs::path& path)
   std::map<std::string, const Reader*> by_file;
   for (const std::string& file : files) {
     const fs::path full = path_.parent_path() / file;
-    if (indexed && !fs::exists(full)) {
+    if (std::error_code ignored; indexed && !fs::exists(full, ignored)) {
       throw_damaged(full, full.string(), " is missing, and ", path_.string(),
                     " says that tensors are in it.");
     }
-    readers_.push_back(std::make_unique<Reader>(full));
+    readers_.push_back(std::make_unique<Reader>(full, access));
     by_file[file] = readers_.back().get();
     for (const TensorInfo& info : readers_.back()->header().tensors()) {
       const auto [at, fresh] = tensors_.emplace(info.name, Entry{readers_.back().get(), &info});

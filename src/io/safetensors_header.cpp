@@ -412,7 +412,8 @@ const TensorInfo* Header::find(std::string_view name) const {
 
 // --------------------------------------------------------------------------------------- Reader
 
-Reader::Reader(const fs::path& path) : file_(std::make_shared<const MappedFile>(path)) {
+Reader::Reader(const fs::path& path, Access access)
+    : file_(std::make_shared<const MappedFile>(path, Advice::kNormal, access)) {
   const std::uint64_t bytes = file_->size();
   if (bytes < 8) throw_too_short(path, bytes);
   const auto* const data = reinterpret_cast<const unsigned char*>(file_->bytes().data());

@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 /// Files, read and written in full: no call here returns after a part of the bytes, and every error
 /// is a CheckpointError whose message names the file, with the system's own error nested.
@@ -67,6 +67,9 @@ void rename_durably(const std::filesystem::path& from, const std::filesystem::pa
 
 /// Removes a file, or a folder with everything in it. Nothing happens when it is not there.
 void delete_path(const std::filesystem::path& path);
+
+/// The names of the files and folders in a folder, sorted.
+std::vector<std::string> names_in(const std::filesystem::path& folder);
 
 /// Makes a folder, and those above it.
 void make_folders(const std::filesystem::path& folder);

@@ -13,15 +13,23 @@ enum class Advice {
   kSequential,  ///< from front to back, once: read far ahead
   kRandom,      ///< here and there: do not read ahead
   kWillNeed,    ///< soon: begin to read it in
-  kDontNeed,    ///< not again soon: its memory can be taken back
+  kDontNeed,  ///< not again soon: its memory can be taken back, and with it what was written into a
+              ///< copy
 };
 
-/// A file in memory, for reading only. The pages come from the file when they are touched, so a
+/// What a stray write into a map does.
+enum class Access {
+  kReadOnly,     ///< ends the process with SIGSEGV
+  kCopyOnWrite,  ///< gives the process a page of its own; the file never changes
+};
+
+/// A file in memory, for reading. The pages come from the file when they are touched, so a
 /// mapped file occupies memory only where it was read. Holds no file descriptor.
 class MappedFile {
  public:
   /// Throws CheckpointError when the file is missing, not a regular file, or cannot be mapped.
-  explicit MappedFile(const std::filesystem::path& path, Advice advice = Advice::kNormal);
+  explicit MappedFile(const std::filesystem::path& path, Advice advice = Advice::kNormal,
+                      Access access = Access::kReadOnly);
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
   ~MappedFile();

@@ -112,7 +112,7 @@ class Header {
 class Reader {
  public:
   /// Throws CheckpointError unless the file is as the format says.
-  explicit Reader(const std::filesystem::path& path);
+  explicit Reader(const std::filesystem::path& path, Access access = Access::kReadOnly);
 
   const Header& header() const noexcept { return header_; }
   /// Throws CheckpointError when there is none of this name.
@@ -187,7 +187,7 @@ class Collection {
  public:
   /// Opens every file. Throws CheckpointError when one is missing or damaged, when a tensor is not
   /// in the file that the index names, or when two files have a tensor of one name.
-  explicit Collection(const std::filesystem::path& path);
+  explicit Collection(const std::filesystem::path& path, Access access = Access::kReadOnly);
 
   struct Entry {
     const Reader* reader;

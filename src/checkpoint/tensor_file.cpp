@@ -1,0 +1,393 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/ScalarType.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <set>
+#include <tuple>
+
+namespace accelerate::checkpoint {
+
+namespace fs = std::filesystem;
+namespace st = io::safetensors;
+
+namespace {
+
+struct DtypePair {
+  c10::ScalarType tensor;
+  st::Dtype file;
+};
+constexpr std::array<DtypePair, 20> kDtypes{{
+    {at::kBool, st::Dtype::kBool},
+    {at::kFloat4_e2m1fn_x2, st::Dtype::kF4},
+    {at::kByte, st::Dtype::kU8},
+    {at::kChar, st::Dtype::kI8},
+    {at::kFloat8_e5m2, st::Dtype::kF8E5M2},
+    {at::kFloat8_e4m3fn, st::Dtype::kF8E4M3},
+    {at::kFloat8_e8m0fnu, st::Dtype::kF8E8M0},
+    {at::kFloat8_e4m3fnuz, st::Dtype::kF8E4M3Fnuz},
+    {at::kFloat8_e5m2fnuz, st::Dtype::kF8E5M2Fnuz},
+    {at::kShort, st::Dtype::kI16},
+    {at::kUInt16, st::Dtype::kU16},
+    {at::kHalf, st::Dtype::kF16},
+    {at::kBFloat16, st::Dtype::kBF16},
+    {at::kInt, st::Dtype::kI32},
+    {at::kUInt32, st::Dtype::kU32},
+    {at::kFloat, st::Dtype::kF32},
+    {at::kComplexFloat, st::Dtype::kC64},
+    {at::kDouble, st::Dtype::kF64},
+    {at::kLong, st::Dtype::kI64},
+    {at::kUInt64, st::Dtype::kU64},
+}};
+
+// What makes two tensors one and the same.
+using Identity = std::tuple<const void*, const void*, c10::ScalarType, std::vector<std::int64_t>,
+                            std::vector<std::int64_t>>;
+
+Identity identity(const at::Tensor& tensor) {
+  return {tensor.storage().unsafeGetStorageImpl(), tensor.const_data_ptr(), tensor.scalar_type(),
+          tensor.sizes().vec(), tensor.strides().vec()};
+}
+
+// The tensors that are stored, and for the others the name they are stored under.
+struct Unique {
+  std::vector<NamedTensor> tensors;
+  std::vector<st::TensorInfo> infos;
+  std::map<std::string, std::string> aliases;
+};
+
+Unique unique(const std::vector<NamedTensor>& tensors) {
+  Unique found;
+  std::set<std::string_view> names;
+  std::map<Identity, std::string> first;
+  for (const NamedTensor& named : tensors) {
+    if (!names.insert(named.name).second)
+      throw ConfigError("Two tensors are called '" + named.name + "'.");
+    st::TensorInfo info = tensor_info(named);  // refuses what has no strides or storage
+    // Tensors without elements share nothing.
+    if (named.tensor.numel() > 0) {
+      const auto [at, fresh] = first.emplace(identity(named.tensor), named.name);
+      if (!fresh) {
+        found.aliases.emplace(named.name, at->second);
+        continue;
+      }
+    }
+    found.tensors.push_back(named);
+    found.infos.push_back(std::move(info));
+  }
+  return found;
+}
+
+std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
+  return {static_cast<const std::byte*>(contiguous.const_data_ptr()), contiguous.nbytes()};
+}
+
+// Writes the file under another name in its folder, and gives that name.
+fs::path write_partial(const std::vector<NamedTensor>& tensors, std::vector<st::TensorInfo> infos,
+                       const fs::path& path, std::map<std::string, std::string> metadata) {
+  fs::path partial = path;
+  partial += text::concat(".", ::getpid(), ".partial");
+  metadata.emplace("format", "pt");
+  try {
+    st::Writer writer(partial, st::Header(std::move(infos), std::move(metadata)));
+    std::map<std::string_view, const at::Tensor*> by_name;
+    for (const NamedTensor& named : tensors) by_name.emplace(named.name, &named.tensor);
+    // In the order of the file, so that the disk sees one stream.
+    for (const st::TensorInfo& info : writer.header().tensors()) {
+      const at::Tensor host =
+          by_name.at(info.name)->detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
+      writer.write(info, bytes_of(host));
+    }
+    writer.finish();
+  } catch (...) {
+    std::error_code ignored;  // the first error is the one to report
+    fs::remove(partial, ignored);
+    throw;
+  }
+  return partial;
+}
+
+std::string shape_text(c10::IntArrayRef shape) { return "[" + text::join(shape) + "]"; }
+
+// LibTorch counts two 4-bit numbers as one element.
+std::vector<std::int64_t> tensor_shape(const st::TensorInfo& info, const fs::path& path) {
+  std::vector<std::int64_t> shape = info.shape;
+  if (info.dtype == st::Dtype::kF4) {
+    if (shape.empty() || shape.back() % 2 != 0) {
+      throw CheckpointError(
+          text::concat("The tensor '", info.name, "' of ", path.string(),
+                       " has 4-bit elements and the shape ", shape_text(shape),
+                       ", whose last dimension is odd; LibTorch holds them in pairs."),
+          path.string());
+    }
+    shape.back() /= 2;
+  }
+  return shape;
+}
+
+bool is_shard_of(std::string_view file, std::string_view stem) {
+  if (file == st::shard_name(stem, 0, 1) || file == st::index_name(stem)) return true;
+  // stem-00001-of-00002.safetensors
+  if (!file.starts_with(stem) || !file.ends_with(".safetensors")) return false;
+  file.remove_prefix(stem.size());
+  file.remove_suffix(std::string_view(".safetensors").size());
+  const auto of = file.find("-of-");
+  const auto digits = [](std::string_view text) {
+    return text.size() >= 5 &&
+           std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+  };
+  return of != std::string_view::npos && file.starts_with('-') && digits(file.substr(1, of - 1)) &&
+         digits(file.substr(of + 4));
+}
+
+}  // namespace
+
+st::Dtype file_dtype(c10::ScalarType dtype) {
+  for (const DtypePair& pair : kDtypes) {
+    if (pair.tensor == dtype) return pair.file;
+  }
+  throw UnsupportedError(text::concat("safetensors files have no dtype for ", c10::toString(dtype),
+                                      ". Convert the tensor, or save a .pt file."));
+}
+
+c10::ScalarType tensor_dtype(st::Dtype dtype) {
+  for (const DtypePair& pair : kDtypes) {
+    if (pair.file == dtype) return pair.tensor;
+  }
+  throw UnsupportedError(text::concat("LibTorch has no dtype for ", st::name(dtype),
+                                      ". Its bytes can be read with io::safetensors::Reader."));
+}
+
+st::TensorInfo tensor_info(const NamedTensor& named) {
+  const at::Tensor& tensor = named.tensor;
+  const char* problem = nullptr;
+  if (!tensor.defined()) {
+    problem = "is undefined";
+  } else if (tensor.layout() != at::kStrided) {
+    problem = "is sparse; make it dense first";
+  } else if (tensor.is_quantized()) {
+    problem = "is quantized; dequantize it, or save its parts";
+  } else if (tensor.is_meta()) {
+    problem = "is on the meta device and has no data";
+  }
+  if (problem != nullptr) {
+    throw UnsupportedError(
+        text::concat("The tensor '", named.name, "' ", problem, ". It cannot be saved."));
+  }
+  st::TensorInfo info{
+      .name = named.name, .dtype = file_dtype(tensor.scalar_type()), .shape = tensor.sizes().vec()};
+  if (info.dtype == st::Dtype::kF4) {
+    if (info.shape.empty()) {
+      throw UnsupportedError(
+          "The tensor '" + named.name +
+          "' is a pair of 4-bit numbers without a dimension. It cannot be saved.");
+    }
+    info.shape.back() *= 2;
+  }
+  return info;
+}
+
+void save_file(const std::vector<NamedTensor>& tensors, const fs::path& path,
+               std::map<std::string, std::string> metadata) {
+  Unique stored = unique(tensors);
+  metadata.merge(stored.aliases);
+  io::rename_durably(
+      write_partial(stored.tensors, std::move(stored.infos), path, std::move(metadata)), path);
+}
+
+std::vector<std::string> save_sharded(const std::vector<NamedTensor>& tensors,
+                                      const fs::path& folder, std::string_view max_shard_size,
+                                      std::string_view stem,
+                                      const std::map<std::string, std::string>& metadata) {
+  const std::uint64_t most = st::parse_size(max_shard_size);
+  Unique stored = unique(tensors);
+  auto shards = st::split(std::move(stored.infos), most);
+  io::make_folders(folder);
+  st::Index index;
+  std::vector<std::string> files;
+  std::vector<fs::path> partials;
+  const auto discard = [&] {
+    std::error_code ignored;
+    for (const fs::path& partial : partials) fs::remove(partial, ignored);
+  };
+  try {
+    std::size_t begin = 0;
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      const std::size_t end = begin + shards[i].size();
+      const std::vector<NamedTensor> part(
+          stored.tensors.begin() + static_cast<std::ptrdiff_t>(begin),
+          stored.tensors.begin() + static_cast<std::ptrdiff_t>(end));
+      files.push_back(st::shard_name(stem, i, shards.size()));
+      std::map<std::string, std::string> with_aliases = metadata;
+      for (const NamedTensor& named : part) {
+        index.weight_map.emplace(named.name, files.back());
+        index.total_size += named.tensor.nbytes();
+        for (const auto& [alias, name] : stored.aliases) {
+          if (name == named.name) with_aliases.emplace(alias, name);
+        }
+      }
+      partials.push_back(write_partial(part, std::move(shards[i]), folder / files.back(),
+                                       std::move(with_aliases)));
+      begin = end;
+    }
+    for (std::size_t i = 0; i < files.size(); ++i)
+      io::rename_durably(partials[i], folder / files[i]);
+  } catch (...) {
+    discard();
+    throw;
+  }
+  if (shards.size() > 1) {
+    io::write_file(folder / st::index_name(stem), index.text());
+    files.insert(files.begin(), st::index_name(stem));
+  }
+  // What an earlier save left: a reader of the folder would take it for a part of this one.
+  for (const std::string& file : io::names_in(folder)) {
+    if (is_shard_of(file, stem) && std::find(files.begin(), files.end(), file) == files.end()) {
+      io::delete_path(folder / file);
+    }
+  }
+  return files;
+}
+
+// --------------------------------------------------------------------------------- TensorReader
+
+TensorReader::TensorReader(const fs::path& path)
+    : files_(std::make_shared<const st::Collection>(path, io::Access::kCopyOnWrite)) {
+  for (const auto& reader : files_->readers()) {
+    for (const st::TensorInfo& info : reader->header().tensors()) names_.push_back(info.name);
+    const auto& metadata = reader->header().metadata();
+    metadata_.insert(metadata.begin(), metadata.end());
+  }
+  for (const auto& [alias, name] : metadata_) {
+    // {"format": "pt"} is in most files, and no tensor's name.
+    if (alias == "format" || files_->tensors().contains(alias) || !files_->tensors().contains(name))
+      continue;
+    aliases_.emplace(alias, name);
+    names_.push_back(alias);
+  }
+}
+
+bool TensorReader::contains(std::string_view name) const {
+  return files_->tensors().contains(stored_name(name));
+}
+
+std::string_view TensorReader::stored_name(std::string_view name) const {
+  const auto at = aliases_.find(name);
+  return at == aliases_.end() ? name : std::string_view(at->second);
+}
+
+const st::Collection::Entry& TensorReader::entry(std::string_view name) const {
+  return files_->at(stored_name(name));
+}
+
+const st::TensorInfo& TensorReader::info(std::string_view name) const { return *entry(name).info; }
+
+std::vector<std::int64_t> TensorReader::shape(std::string_view name) const {
+  const auto& [reader, info] = entry(name);
+  return tensor_shape(*info, reader->path());
+}
+
+at::Tensor TensorReader::get(std::string_view name) const {
+  const auto& [reader, info] = entry(name);
+  const auto dtype = tensor_dtype(info->dtype);
+  const auto shape = tensor_shape(*info, reader->path());
+  const auto options = at::TensorOptions().dtype(dtype);
+  const auto bytes = reader->bytes(*info);
+  // A file of another writer may hold elements across their boundaries, which no kernel expects.
+  if (bytes.empty() ||
+      reinterpret_cast<std::uintptr_t>(bytes.data()) % c10::elementSize(dtype) != 0) {
+    at::Tensor copy = at::empty(shape, options);
+    if (!bytes.empty()) std::memcpy(copy.mutable_data_ptr(), bytes.data(), bytes.size());
+    return copy;
+  }
+  // The map is copy-on-write, so writing through the tensor is allowed.
+  return at::from_blob(
+      const_cast<std::byte*>(bytes.data()), shape, [file = reader->file()](void*) {}, options);
+}
+
+void TensorReader::read_into(std::string_view name, const at::Tensor& tensor) const {
+  const auto& [reader, info] = entry(name);
+  const auto shape = tensor_shape(*info, reader->path());
+  if (tensor.sizes() != shape) {
+    throw CheckpointError(text::concat("The tensor '", name, "' has the shape ", shape_text(shape),
+                                       " in ", reader->path().string(), ", and ",
+                                       shape_text(tensor.sizes()), " was expected."),
+                          reader->path().string());
+  }
+  const at::Tensor to = tensor.detach();
+  if (to.is_cpu() && to.is_contiguous() && to.scalar_type() == tensor_dtype(info->dtype) &&
+      !to.is_conj() && !to.is_neg()) {
+    // Straight to where it belongs: no page is mapped, and a file that is cut short now is an
+    // error.
+    io::File::open(reader->path())
+        .read(to.mutable_data_ptr(), info->bytes(), reader->header().data_offset() + info->begin);
+    return;
+  }
+  reader->file()->check();
+  to.copy_(get(name));
+}
+
+std::vector<NamedTensor> load_file(const fs::path& path) {
+  const TensorReader reader(path);
+  std::vector<NamedTensor> tensors;
+  std::map<std::string_view, at::Tensor> first;  // names of one tensor share it
+  for (const std::string& name : reader.names()) {
+    at::Tensor& tensor = first[reader.stored_name(name)];
+    if (!tensor.defined()) tensor = reader.get(name);
+    tensors.push_back({name, tensor});
+  }
+  return tensors;
+}
+
+Mismatch load_into(const std::vector<NamedTensor>& tensors, const fs::path& path, bool strict) {
+  const TensorReader reader(path);
+  Mismatch mismatch;
+  std::vector<std::string> shapes;
+  std::set<std::string_view> used;
+  std::map<Identity, bool> filled;
+  for (const NamedTensor& named : tensors) {
+    tensor_info(named);  // refuses what has no memory to fill
+    bool& has_one = filled[identity(named.tensor)];
+    if (!reader.contains(named.name)) continue;
+    has_one = true;
+    used.insert(reader.stored_name(named.name));
+    const auto shape = reader.shape(named.name);
+    if (named.tensor.sizes() != shape) {
+      shapes.push_back(text::concat("'", named.name, "' is ", shape_text(shape),
+                                    " in the file and ", shape_text(named.tensor.sizes()),
+                                    " here"));
+    }
+  }
+  for (const NamedTensor& named : tensors) {
+    if (!filled[identity(named.tensor)]) mismatch.missing.push_back(named.name);
+  }
+  for (const std::string& name : reader.names()) {
+    if (!used.contains(reader.stored_name(name))) mismatch.unexpected.push_back(name);
+  }
+  std::string problems;
+  if (!shapes.empty()) problems += " Shapes differ: " + text::join(shapes) + ".";
+  if (strict && !mismatch.missing.empty())
+    problems += " The file lacks " + text::join(mismatch.missing) + ".";
+  if (strict && !mismatch.unexpected.empty()) {
+    problems += " The file also has " + text::join(mismatch.unexpected) + ".";
+  }
+  if (!problems.empty()) {
+    throw CheckpointError(reader.files().path().string() +
+                              " does not fit, and nothing was changed." + problems +
+                              " It seems to be of another model.",
+                          reader.files().path().string());
+  }
+  for (const NamedTensor& named : tensors) {
+    if (reader.contains(named.name)) reader.read_into(named.name, named.tensor);
+  }
+  return mismatch;
+}
+
+}  // namespace accelerate::checkpoint
