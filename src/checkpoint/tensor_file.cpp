@@ -218,24 +218,22 @@ std::vector<std::string> save_sharded(const std::vector<NamedTensor>& tensors,
     for (const fs::path& partial : partials) fs::remove(partial, ignored);
   };
   try {
-    std::size_t begin = 0;
+    std::map<std::string_view, const NamedTensor*> by_name;
+    for (const NamedTensor& named : stored.tensors) by_name.emplace(named.name, &named);
     for (std::size_t i = 0; i < shards.size(); ++i) {
-      const std::size_t end = begin + shards[i].size();
-      const std::vector<NamedTensor> part(
-          stored.tensors.begin() + static_cast<std::ptrdiff_t>(begin),
-          stored.tensors.begin() + static_cast<std::ptrdiff_t>(end));
       files.push_back(st::shard_name(stem, i, shards.size()));
       std::map<std::string, std::string> with_aliases = metadata;
-      for (const NamedTensor& named : part) {
-        index.weight_map.emplace(named.name, files.back());
-        index.total_size += named.tensor.nbytes();
+      std::vector<NamedTensor> part;
+      for (const st::TensorInfo& info : shards[i]) {
+        part.push_back(*by_name.at(info.name));
+        index.weight_map.emplace(info.name, files.back());
+        index.total_size += part.back().tensor.nbytes();
         for (const auto& [alias, name] : stored.aliases) {
-          if (name == named.name) with_aliases.emplace(alias, name);
+          if (name == info.name) with_aliases.emplace(alias, name);
         }
       }
       partials.push_back(write_partial(part, std::move(shards[i]), folder / files.back(),
                                        std::move(with_aliases)));
-      begin = end;
     }
     for (std::size_t i = 0; i < files.size(); ++i)
       io::rename_durably(partials[i], folder / files[i]);

@@ -139,17 +139,23 @@ std::uint64_t parse_size(std::string_view text) {
 std::vector<std::vector<TensorInfo>> split(std::vector<TensorInfo> tensors, std::uint64_t most) {
   // A header of one tensor knows its size, and refuses what has none.
   const auto bytes_of = [](const TensorInfo& info) { return Header({info}).data_bytes(); };
-  std::vector<std::vector<TensorInfo>> shards(1);
-  std::uint64_t in_last = 0;
+  std::vector<std::vector<TensorInfo>> shards;
+  std::vector<TensorInfo> open;
+  std::uint64_t in_open = 0;
   for (TensorInfo& info : tensors) {
     const std::uint64_t bytes = bytes_of(info);
-    if (!shards.back().empty() && (bytes > most || in_last > most - bytes)) {
-      shards.emplace_back();
-      in_last = 0;
+    if (bytes > most) {
+      shards.push_back({std::move(info)});
+      continue;
     }
-    in_last += bytes;
-    shards.back().push_back(std::move(info));
+    if (in_open > most - bytes) {
+      shards.push_back(std::exchange(open, {}));
+      in_open = 0;
+    }
+    in_open += bytes;
+    open.push_back(std::move(info));
   }
+  if (!open.empty() || shards.empty()) shards.push_back(std::move(open));
   return shards;
 }
 

@@ -23,7 +23,7 @@ std::string file_text(const std::string& json, std::size_t data_bytes) {
 std::string refusal(const std::string& contents) {
   const TemporaryFolder folder;
   const fs::path path = folder.path() / "some.safetensors";
-  write_file(path, contents);
+  std::ofstream(path, std::ios::binary) << contents;
   std::string messages[2];
   const auto attempt = [&](std::string& message, auto&& action) {
     try {
@@ -239,7 +239,7 @@ TEST(Shards, SizesNamesAndSplitsAreHuggingFaces) {
     for (const TensorInfo& info : shard) names += info.name;
     shards.push_back(names);
   }
-  EXPECT_EQ(shards, (std::vector<std::string>{"01", "2", "3", "45", "6"}));
+  EXPECT_EQ(shards, (std::vector<std::string>{"01", "3", "24", "56"}));
   EXPECT_EQ(split({}, 10).size(), 1U);
 }
 

@@ -177,8 +177,9 @@ std::string index_name(std::string_view stem);
 /// above zero.
 std::uint64_t parse_size(std::string_view text);
 
-/// Which tensors go together into one file of at most `most` bytes: filled in the order given; one
-/// that is larger has a file of its own. At least one (empty) shard.
+/// Which tensors go together into one file of at most `most` bytes, as Hugging Face's tools choose:
+/// filled in the order given; one that is larger has a file of its own, before the one that is
+/// being filled. At least one (empty) shard.
 std::vector<std::vector<TensorInfo>> split(std::vector<TensorInfo> tensors, std::uint64_t most);
 
 /// A set of files read as one: a file, an index, or a folder with `model.safetensors` or one index

@@ -1,0 +1,695 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+
+#include <bit>
+#include <cstdio>
+#include <deque>
+#include <limits>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "checkpoint/torch_names.hpp"
+#include "checkpoint/unpickler.hpp"
+
+namespace accelerate::checkpoint {
+
+namespace {
+
+// The code points of UTF-8 text, or nothing when it is not that.
+std::optional<std::u32string> decode_utf8(std::string_view text) {
+  std::u32string points;
+  for (std::size_t i = 0; i < text.size();) {
+    const auto first = static_cast<unsigned char>(text[i++]);
+    const int more = first < 0x80                    ? 0
+                     : first >= 0xc2 && first < 0xe0 ? 1
+                     : first >= 0xe0 && first < 0xf0 ? 2
+                     : first >= 0xf0 && first < 0xf5 ? 3
+                                                     : -1;
+    if (more < 0 || text.size() - i < static_cast<std::size_t>(more)) return std::nullopt;
+    char32_t point = more == 0 ? first : first & (0x3f >> more);
+    for (int j = 0; j < more; ++j) {
+      const auto next = static_cast<unsigned char>(text[i++]);
+      if ((next & 0xc0) != 0x80) return std::nullopt;
+      point = point << 6 | (next & 0x3f);
+    }
+    constexpr char32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
+    if (point < kLeast[more] || point > 0x10ffff) return std::nullopt;
+    points.push_back(point);
+  }
+  return points;
+}
+
+class Machine {
+ public:
+  Machine(std::string_view pickle, const StorageOf& storage_of, const std::filesystem::path& path)
+      : in_(pickle), storage_of_(storage_of), path_(path), budget_(1'000'000 + pickle.size()) {}
+
+  PyValue run() {
+    while (step()) {
+    }
+    return value_of(pop(), 0);
+  }
+
+ private:
+  enum class Tag : std::uint8_t {
+    kNone,
+    kBool,
+    kInt,
+    kFloat,
+    kString,
+    kBytes,
+    kList,
+    kTuple,
+    kDict,
+    kFunction,
+    kDtype,
+    kStorageType,
+    kStorage,
+    kTensor
+  };
+  enum class Function {
+    kOrderedDict,
+    kTensor,
+    kTensorV2,
+    kTensorV3,
+    kParameter,
+    kParameterWithState,
+    kSize,
+    kDevice,
+    kEncode,
+    kBytes
+  };
+
+  // Lists and dicts can be changed after they were remembered or put into another, so values refer
+  // to them by their number.
+  struct Value {
+    Tag tag = Tag::kNone;
+    std::uint64_t data = 0;
+  };
+  struct Dict {
+    std::vector<Value> items;       // key, value, key, value
+    std::vector<Value> attributes;  // likewise
+    bool ordered = false;
+  };
+  struct StorageRef {
+    c10::Storage storage;
+    std::uint64_t bytes;
+    std::optional<c10::ScalarType> dtype;  // none: untyped
+  };
+
+  template <class... Parts>
+  [[noreturn]] void refuse(const Parts&... why) const {
+    throw CheckpointError(text::concat(path_.string(), " cannot be read: ", why..., "."),
+                          path_.string());
+  }
+
+  // ------------------------------------------------------------------------------- the stream
+
+  std::string_view take(std::uint64_t bytes) {
+    if (bytes > in_.size() - at_)
+      refuse("its pickle ends at byte ", in_.size(), ", within a value");
+    const std::string_view part = in_.substr(at_, bytes);
+    at_ += bytes;
+    return part;
+  }
+  std::uint64_t number(int bytes) {
+    const std::string_view part = take(static_cast<std::uint64_t>(bytes));
+    std::uint64_t value = 0;
+    for (int i = bytes - 1; i >= 0; --i)
+      value = value << 8 | static_cast<unsigned char>(part[static_cast<std::size_t>(i)]);
+    return value;
+  }
+  std::string_view line() {
+    const auto end = in_.find('\n', at_);
+    if (end == std::string_view::npos) refuse("its pickle ends within a name");
+    const std::string_view part = take(end - at_);
+    take(1);
+    return part;
+  }
+
+  // -------------------------------------------------------------------------------- the stack
+
+  void push(Tag tag, std::uint64_t data = 0) { stack_.push_back({tag, data}); }
+  std::size_t floor() const { return marks_.empty() ? 0 : marks_.back(); }
+  Value pop() {
+    if (stack_.size() <= floor()) refuse("its pickle takes a value where there is none");
+    const Value value = stack_.back();
+    stack_.pop_back();
+    return value;
+  }
+  Value& top() {
+    if (stack_.size() <= floor()) refuse("its pickle takes a value where there is none");
+    return stack_.back();
+  }
+  std::vector<Value> pop_to_mark() {
+    if (marks_.empty()) refuse("its pickle ends a group that was not begun");
+    const auto from = stack_.begin() + static_cast<std::ptrdiff_t>(marks_.back());
+    std::vector<Value> values(from, stack_.end());
+    stack_.erase(from, stack_.end());
+    marks_.pop_back();
+    return values;
+  }
+  void push_text(std::string_view text) {
+    if (!decode_utf8(text)) refuse("text in its pickle is not UTF-8");
+    texts_.push_back(text);
+    push(Tag::kString, texts_.size() - 1);
+  }
+  void push_bytes(std::string bytes) {
+    owned_.push_back(std::move(bytes));
+    texts_.push_back(owned_.back());
+    push(Tag::kBytes, texts_.size() - 1);
+  }
+  void push_tuple(std::vector<Value> items) {
+    lists_.push_back(std::move(items));
+    push(Tag::kTuple, lists_.size() - 1);
+  }
+  void push_tuple(std::size_t size) {
+    std::vector<Value> items(size);
+    for (std::size_t i = size; i-- > 0;) items[i] = pop();
+    push_tuple(std::move(items));
+  }
+  void push_dict(bool ordered) {
+    dicts_.emplace_back().ordered = ordered;
+    push(Tag::kDict, dicts_.size() - 1);
+  }
+  void remember(std::uint64_t index) { memo_[index] = top(); }
+  void recall(std::uint64_t index) {
+    const auto found = memo_.find(index);
+    if (found == memo_.end())
+      refuse("its pickle refers to value ", index, ", which it did not give");
+    stack_.push_back(found->second);
+  }
+  void append(const std::vector<Value>& items) {
+    if (top().tag != Tag::kList) refuse("its pickle appends to something that is not a list");
+    auto& list = lists_[top().data];
+    list.insert(list.end(), items.begin(), items.end());
+  }
+  void set_items(const std::vector<Value>& items) {
+    if (top().tag != Tag::kDict) refuse("its pickle sets keys of something that is not a dict");
+    if (items.size() % 2 != 0) refuse("its pickle has a key without a value");
+    auto& dict = dicts_[top().data].items;
+    dict.insert(dict.end(), items.begin(), items.end());
+  }
+
+  // ------------------------------------------------------------------------------- operations
+
+  // False at the end. The letters are those of Python's pickletools.
+  bool step() {
+    const auto code = static_cast<unsigned char>(take(1)[0]);
+    switch (code) {
+      case '.':
+        return false;  // STOP
+      case 0x80:
+        protocol();
+        break;  // PROTO
+      case 0x95:
+        take(8);
+        break;  // FRAME
+      case '(':
+        marks_.push_back(stack_.size());
+        break;  // MARK
+      case '0':
+        pop();
+        break;  // POP
+      case '1':
+        pop_to_mark();
+        break;  // POP_MARK
+      case '2':
+        stack_.push_back(Value(top()));
+        break;  // DUP
+      case 'N':
+        push(Tag::kNone);
+        break;  // NONE
+      case 0x88:
+        push(Tag::kBool, 1);
+        break;  // NEWTRUE
+      case 0x89:
+        push(Tag::kBool, 0);
+        break;  // NEWFALSE
+      case 'J':
+        push(Tag::kInt,
+             static_cast<std::uint64_t>(std::int64_t{static_cast<std::int32_t>(number(4))}));
+        break;  // BININT
+      case 'K':
+        push(Tag::kInt, number(1));
+        break;  // BININT1
+      case 'M':
+        push(Tag::kInt, number(2));
+        break;  // BININT2
+      case 0x8a:
+        long_integer(number(1));
+        break;  // LONG1
+      case 0x8b:
+        long_integer(number(4));
+        break;  // LONG4
+      case 'G':
+        real();
+        break;  // BINFLOAT
+      case 'X':
+        push_text(take(number(4)));
+        break;  // BINUNICODE
+      case 0x8c:
+        push_text(take(number(1)));
+        break;  // SHORT_BINUNICODE
+      case 0x8d:
+        push_text(take(number(8)));
+        break;  // BINUNICODE8
+      case 'U':
+        push_text(take(number(1)));
+        break;  // SHORT_BINSTRING: text of Python 2
+      case 'B':
+        push_bytes(std::string(take(number(4))));
+        break;  // BINBYTES
+      case 'C':
+        push_bytes(std::string(take(number(1))));
+        break;  // SHORT_BINBYTES
+      case 0x8e:
+        push_bytes(std::string(take(number(8))));
+        break;  // BINBYTES8
+      case ')':
+        push_tuple(std::vector<Value>());
+        break;  // EMPTY_TUPLE
+      case 0x85:
+        push_tuple(1);
+        break;  // TUPLE1
+      case 0x86:
+        push_tuple(2);
+        break;  // TUPLE2
+      case 0x87:
+        push_tuple(3);
+        break;  // TUPLE3
+      case 't':
+        push_tuple(pop_to_mark());
+        break;  // TUPLE
+      case ']':
+        lists_.emplace_back();
+        push(Tag::kList, lists_.size() - 1);
+        break;  // EMPTY_LIST
+      case 'a': {
+        const Value item = pop();
+        append({item});
+        break;
+      }  // APPEND
+      case 'e':
+        append(pop_to_mark());
+        break;  // APPENDS
+      case '}':
+        push_dict(false);
+        break;  // EMPTY_DICT
+      case 's': {
+        const Value value = pop(), key = pop();
+        set_items({key, value});
+        break;
+      }  // SETITEM
+      case 'u':
+        set_items(pop_to_mark());
+        break;  // SETITEMS
+      case 'q':
+        remember(number(1));
+        break;  // BINPUT
+      case 'r':
+        remember(number(4));
+        break;  // LONG_BINPUT
+      case 0x94:
+        remember(memo_.size());
+        break;  // MEMOIZE
+      case 'h':
+        recall(number(1));
+        break;  // BINGET
+      case 'j':
+        recall(number(4));
+        break;  // LONG_BINGET
+      case 'c': {
+        const auto module = line();
+        global(module, line());
+        break;
+      }             // GLOBAL
+      case 0x93: {  // STACK_GLOBAL
+        const Value name = pop(), module = pop();
+        global(text_of(module, "a module's name"), text_of(name, "a name"));
+        break;
+      }
+      case 'Q':
+        persistent(pop());
+        break;  // BINPERSID
+      case 'R': {
+        const Value arguments = pop();
+        call(pop(), arguments);
+        break;
+      }  // REDUCE
+      case 'b':
+        build(pop());
+        break;  // BUILD
+      default: {
+        char text[8];
+        std::snprintf(text, sizeof text, "0x%02x", code);
+        refuse("its pickle has the operation ", text, " at byte ", at_ - 1,
+               ", which torch.save does not write for numbers, text, lists, dicts and tensors");
+      }
+    }
+    return true;
+  }
+
+  void protocol() {
+    if (const auto version = number(1); version > 5)
+      refuse("its pickle is of protocol ", version, ", and Python has 5");
+  }
+  void long_integer(std::uint64_t bytes) {
+    const std::string_view digits = take(bytes);
+    if (bytes > 8) refuse("an integer in it has ", bytes, " bytes, and at most 8 are read");
+    std::uint64_t value = !digits.empty() && (digits.back() & 0x80) ? ~std::uint64_t{0} : 0;
+    for (std::size_t i = digits.size(); i-- > 0;)
+      value = value << 8 | static_cast<unsigned char>(digits[i]);
+    push(Tag::kInt, value);
+  }
+  void real() {
+    std::uint64_t bits = 0;
+    for (const char c : take(8))
+      bits = bits << 8 | static_cast<unsigned char>(c);  // big-endian, for once
+    push(Tag::kFloat, bits);
+  }
+
+  // Whatever a file names must be here. Nothing is looked up or run.
+  void global(std::string_view module, std::string_view name) {
+    if (const auto function = function_of(module, name))
+      return push(Tag::kFunction, static_cast<std::uint64_t>(*function));
+    if (module == "torch.storage" && name == "UntypedStorage")
+      return push(Tag::kStorageType, kTorchNames.size());
+    for (std::size_t i = 0; i < kTorchNames.size(); ++i) {
+      if (module == "torch" && name == kTorchNames[i].name) return push(Tag::kDtype, i);
+      if ((module == "torch" || module == "torch.cuda") && name == kTorchNames[i].storage)
+        return push(Tag::kStorageType, i);
+    }
+    refuse("it names ", module.substr(0, 100), ".", name.substr(0, 100),
+           ", which is not on the list of what may be in it. Only data is read from .pt files, and "
+           "nothing is ever run; in Python, save "
+           "a state_dict() of tensors, numbers and text instead");
+  }
+  static std::optional<Function> function_of(std::string_view module, std::string_view name) {
+    struct Row {
+      std::string_view module, name;
+      Function function;
+    };
+    static constexpr Row kRows[] = {
+        {"collections", "OrderedDict", Function::kOrderedDict},
+        {"torch._utils", "_rebuild_tensor", Function::kTensor},
+        {"torch._utils", "_rebuild_tensor_v2", Function::kTensorV2},
+        {"torch._utils", "_rebuild_tensor_v3", Function::kTensorV3},
+        {"torch._utils", "_rebuild_parameter", Function::kParameter},
+        {"torch._utils", "_rebuild_parameter_with_state", Function::kParameterWithState},
+        {"torch", "Size", Function::kSize},
+        {"torch", "device", Function::kDevice},
+        {"_codecs", "encode", Function::kEncode},
+        {"__builtin__", "bytes", Function::kBytes},  // b"" in protocol 2
+        {"builtins", "bytes", Function::kBytes},
+    };
+    for (const Row& row : kRows) {
+      if (row.module == module && row.name == name) return row.function;
+    }
+    return std::nullopt;
+  }
+
+  // ("storage", type, key, location, number of elements)
+  void persistent(const Value& id) {
+    const std::vector<Value>& parts = tuple_of(id, 5, 5, "what refers to a storage");
+    if (text_of(parts[0], "what refers to a storage") != "storage")
+      refuse("it refers to something outside of it that is not a storage");
+    if (parts[1].tag != Tag::kStorageType) refuse("a storage in it has no type");
+    const std::string_view key = text_of(parts[2], "a storage's key");
+    const std::int64_t count = int_of(parts[4], "a storage's size");
+    std::optional<c10::ScalarType> dtype;
+    if (parts[1].data < kTorchNames.size()) dtype = kTorchNames[parts[1].data].dtype;
+    std::uint64_t bytes = 0;
+    if (count < 0 || __builtin_mul_overflow(static_cast<std::uint64_t>(count),
+                                            dtype ? c10::elementSize(*dtype) : 1, &bytes)) {
+      refuse("a storage in it would have ", count, " elements");
+    }
+    storages_.push_back({storage_of_(key, bytes), bytes, dtype});
+    push(Tag::kStorage, storages_.size() - 1);
+  }
+
+  void call(const Value& function, const Value& arguments) {
+    if (function.tag != Tag::kFunction) refuse("its pickle calls something that is not a function");
+    switch (static_cast<Function>(function.data)) {
+      case Function::kOrderedDict:
+        tuple_of(arguments, 0, 0, "collections.OrderedDict's arguments");
+        return push_dict(true);
+      case Function::kTensor:
+        return tensor(tuple_of(arguments, 4, 4, "a tensor's arguments"), std::nullopt, {});
+      case Function::kTensorV2: {
+        const auto& parts = tuple_of(arguments, 6, 7, "a tensor's arguments");
+        return tensor(parts, std::nullopt, parts.size() > 6 ? parts[6] : Value());
+      }
+      case Function::kTensorV3: {
+        const auto& parts = tuple_of(arguments, 7, 8, "a tensor's arguments");
+        if (parts[6].tag != Tag::kDtype) refuse("a tensor in it has no dtype");
+        return tensor(parts, kTorchNames[parts[6].data].dtype,
+                      parts.size() > 7 ? parts[7] : Value());
+      }
+      case Function::kParameter:
+      case Function::kParameterWithState: {
+        const auto& parts = tuple_of(arguments, 3, 4, "a parameter's arguments");
+        if (parts[0].tag != Tag::kTensor) refuse("a parameter in it has no tensor");
+        stack_.push_back(Value(parts[0]));
+        return;
+      }
+      case Function::kSize: {
+        const auto& parts = tuple_of(arguments, 1, 1, "torch.Size's arguments");
+        if (parts[0].tag != Tag::kTuple && parts[0].tag != Tag::kList)
+          refuse("a torch.Size in it is not made of numbers");
+        return push(Tag::kTuple, parts[0].data);
+      }
+      case Function::kDevice: {
+        const auto& parts = tuple_of(arguments, 1, 2, "torch.device's arguments");
+        std::string name(text_of(parts[0], "a device"));
+        if (parts.size() > 1) name += ":" + std::to_string(int_of(parts[1], "a device's number"));
+        owned_.push_back(std::move(name));
+        return push_text(owned_.back());
+      }
+      case Function::kEncode:
+        return encode(tuple_of(arguments, 2, 2, "_codecs.encode's arguments"));
+      case Function::kBytes:
+        tuple_of(arguments, 0, 0, "the arguments of bytes");
+        return push_bytes({});
+    }
+  }
+
+  // Protocol 2 has no bytes: they are written as text whose code points they are.
+  void encode(const std::vector<Value>& parts) {
+    const std::string_view encoding = text_of(parts[1], "an encoding");
+    if (encoding != "latin1" && encoding != "latin-1")
+      refuse("bytes in it are encoded in ", encoding.substr(0, 40), " and not in latin1");
+    std::string bytes;
+    const std::u32string points =
+        decode_utf8(text_of(parts[0], "bytes")).value();  // was checked when it was read
+    for (const char32_t point : points) {
+      if (point > 0xff) refuse("bytes in it have a value of ", static_cast<std::uint32_t>(point));
+      bytes.push_back(static_cast<char>(point));
+    }
+    push_bytes(std::move(bytes));
+  }
+
+  // Attributes of an OrderedDict: a state dict has `_metadata`.
+  void build(const Value& state) {
+    if (top().tag != Tag::kDict || !dicts_[top().data].ordered)
+      refuse("its pickle sets attributes of something that is not an OrderedDict");
+    if (state.tag != Tag::kDict) refuse("its pickle sets attributes that are not in a dict");
+    if (state.data == top().data) refuse("a dict in it contains itself");
+    auto& attributes = dicts_[top().data].attributes;
+    const auto& items = dicts_[state.data].items;
+    attributes.insert(attributes.end(), items.begin(), items.end());
+  }
+
+  // (storage, offset, sizes, strides, ...), counted in elements
+  void tensor(const std::vector<Value>& parts, std::optional<c10::ScalarType> dtype,
+              const Value& metadata) {
+    if (parts[0].tag != Tag::kStorage) refuse("a tensor in it has no storage");
+    const StorageRef& storage = storages_[parts[0].data];
+    if (!dtype) dtype = storage.dtype ? storage.dtype : c10::kByte;
+    const std::int64_t offset = int_of(parts[1], "a tensor's offset");
+    const std::vector<std::int64_t> sizes = ints_of(parts[2], "a tensor's shape");
+    const std::vector<std::int64_t> strides = ints_of(parts[3], "a tensor's strides");
+    if (sizes.size() != strides.size() || sizes.size() > 64)
+      refuse("a tensor in it has ", sizes.size(), " dimensions and ", strides.size(), " strides");
+    // The place of the last element, and the number of them, with every overflow noticed.
+    std::int64_t last = offset, count = 1;
+    bool overflow = offset < 0;
+    bool empty = false;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      overflow |= sizes[i] < 0 || strides[i] < 0;
+      if (overflow) break;
+      empty |= sizes[i] == 0;
+      std::int64_t reach = 0;
+      const std::int64_t length = std::max<std::int64_t>(sizes[i], 1);
+      overflow |= __builtin_mul_overflow(count, length, &count) ||
+                  __builtin_mul_overflow(length - 1, strides[i], &reach) ||
+                  __builtin_add_overflow(last, reach, &last);
+    }
+    const std::uint64_t elements = storage.bytes / c10::elementSize(*dtype);
+    if (overflow || count > std::numeric_limits<std::int64_t>::max() / 16 ||
+        (!empty && static_cast<std::uint64_t>(last) >= elements)) {
+      refuse("a tensor of shape [", text::join(sizes), "], strides [", text::join(strides),
+             "] and offset ", offset, " does not fit into its storage of ", elements, " elements");
+    }
+    const auto options = at::TensorOptions().dtype(*dtype);
+    at::Tensor tensor = at::empty(empty ? c10::IntArrayRef(sizes) : c10::IntArrayRef({0}), options);
+    if (!empty) tensor.set_(storage.storage, offset, sizes, strides);
+    set_bits(tensor, metadata);
+    tensors_.push_back(std::move(tensor));
+    push(Tag::kTensor, tensors_.size() - 1);
+  }
+
+  // {"conj": True}: the elements are meant conjugated; {"neg": True}: negated.
+  void set_bits(at::Tensor& tensor, const Value& metadata) {
+    if (metadata.tag == Tag::kNone) return;
+    if (metadata.tag != Tag::kDict) refuse("a tensor in it has a description that is not a dict");
+    const auto& items = dicts_[metadata.data].items;
+    for (std::size_t i = 0; i < items.size(); i += 2) {
+      const std::string_view name = text_of(items[i], "a tensor's description");
+      if (items[i + 1].tag != Tag::kBool || (name != "conj" && name != "neg"))
+        refuse("a tensor in it is described by '", name.substr(0, 40), "', which is unknown here");
+      const bool on = items[i + 1].data != 0;
+      if (on && !tensor.is_complex() && (name == "conj" || !tensor.is_floating_point())) {
+        refuse("a tensor in it is marked as '", name, "', and its dtype cannot be");
+      }
+      if (name == "conj") tensor._set_conj(on);
+      if (name == "neg") tensor._set_neg(on);
+    }
+  }
+
+  // --------------------------------------------------------------------------------- arguments
+
+  const std::vector<Value>& tuple_of(const Value& value, std::size_t least, std::size_t most,
+                                     const char* what) const {
+    if (value.tag != Tag::kTuple || lists_[value.data].size() < least ||
+        lists_[value.data].size() > most)
+      refuse(what, " are not as expected");
+    return lists_[value.data];
+  }
+  std::string_view text_of(const Value& value, const char* what) const {
+    if (value.tag != Tag::kString && value.tag != Tag::kBytes) refuse(what, " is not text");
+    return texts_[value.data];
+  }
+  std::int64_t int_of(const Value& value, const char* what) const {
+    if (value.tag != Tag::kInt) refuse(what, " is not an integer");
+    return static_cast<std::int64_t>(value.data);
+  }
+  std::vector<std::int64_t> ints_of(const Value& value, const char* what) const {
+    if (value.tag != Tag::kTuple) refuse(what, " is not a tuple");
+    std::vector<std::int64_t> numbers;
+    for (const Value& item : lists_[value.data]) numbers.push_back(int_of(item, what));
+    return numbers;
+  }
+
+  // ------------------------------------------------------------------------------------ result
+
+  // Values that are referred to several times are copied each time, and the budget keeps a small
+  // file from asking for a large number of copies. A value that contains itself ends at the depth.
+  PyValue value_of(const Value& value, int depth) {
+    if (depth > kMostDepth)
+      refuse("its values lie more than ", kMostDepth,
+             " deep within each other, or one contains itself");
+    if (budget_-- == 0)
+      refuse("its values refer to each other so often that they would be far larger than the file");
+    switch (value.tag) {
+      case Tag::kNone:
+        return {};
+      case Tag::kBool:
+        return value.data != 0;
+      case Tag::kInt:
+        return static_cast<std::int64_t>(value.data);
+      case Tag::kFloat:
+        return std::bit_cast<double>(value.data);
+      case Tag::kString:
+        spend(texts_[value.data].size() / 16);
+        return std::string(texts_[value.data]);
+      case Tag::kBytes:
+        spend(texts_[value.data].size() / 16);
+        return PyBytes{std::string(texts_[value.data])};
+      case Tag::kList:
+      case Tag::kTuple: {
+        PyList list;
+        list.tuple = value.tag == Tag::kTuple;
+        for (const Value& item : lists_[value.data])
+          list.items.push_back(value_of(item, depth + 1));
+        return list;
+      }
+      case Tag::kDict: {
+        PyDict dict;
+        dict.ordered = dicts_[value.data].ordered;
+        dict.items = pairs_of(dicts_[value.data].items, depth);
+        dict.attributes = pairs_of(dicts_[value.data].attributes, depth);
+        return dict;
+      }
+      case Tag::kDtype:
+        return "torch." + std::string(kTorchNames[value.data].name);
+      case Tag::kTensor:
+        return tensors_[value.data];
+      case Tag::kFunction:
+        break;
+      case Tag::kStorageType:
+        break;
+      case Tag::kStorage:
+        break;
+    }
+    refuse("a function or a storage stands in it as a value");
+  }
+  void spend(std::uint64_t amount) {
+    if (amount > budget_)
+      refuse("its values refer to each other so often that they would be far larger than the file");
+    budget_ -= amount;
+  }
+  std::vector<std::pair<PyValue, PyValue>> pairs_of(const std::vector<Value>& items, int depth) {
+    std::vector<std::pair<PyValue, PyValue>> pairs;
+    pairs.reserve(items.size() / 2);
+    std::set<std::string_view> names;
+    std::set<std::uint64_t> numbers;
+    for (std::size_t i = 0; i < items.size(); i += 2) {
+      const Value& key = items[i];
+      const bool fresh = key.tag == Tag::kString ? names.insert(texts_[key.data]).second
+                         : key.tag == Tag::kInt  ? numbers.insert(key.data).second
+                                                 : true;
+      if (!fresh) {
+        refuse("a dict in it has the key ",
+               key.tag == Tag::kString ? std::string(texts_[key.data].substr(0, 100))
+                                       : std::to_string(static_cast<std::int64_t>(key.data)),
+               " twice");
+      }
+      if (key.tag == Tag::kList || key.tag == Tag::kDict || key.tag == Tag::kTensor)
+        refuse("a dict in it has a key that Python does not allow");
+      PyValue name = value_of(key, depth + 1);
+      pairs.emplace_back(std::move(name), value_of(items[i + 1], depth + 1));
+    }
+    return pairs;
+  }
+
+  std::string_view in_;
+  std::size_t at_ = 0;
+  const StorageOf& storage_of_;
+  const std::filesystem::path& path_;
+  std::uint64_t budget_;
+  std::vector<Value> stack_;
+  std::vector<std::size_t> marks_;
+  std::unordered_map<std::uint64_t, Value> memo_;
+  std::vector<std::string_view> texts_;  // of the pickle, or of owned_
+  std::deque<std::string> owned_;
+  std::vector<std::vector<Value>> lists_;  // and tuples
+  std::vector<Dict> dicts_;
+  std::vector<StorageRef> storages_;
+  std::vector<at::Tensor> tensors_;
+};
+
+}  // namespace
+
+PyValue unpickle(std::string_view pickle, const StorageOf& storage_of,
+                 const std::filesystem::path& path) {
+  return Machine(pickle, storage_of, path).run();
+}
+
+}  // namespace accelerate::checkpoint
