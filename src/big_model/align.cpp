@@ -63,7 +63,8 @@ void AlignDevices::call(const c10::OperatorHandle& op, c10::DispatchKeySet below
         value = send(value);
       } else if (value.isTensorList()) {
         c10::List<at::Tensor> list;
-        for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(send(tensor).toTensor());
+        for (const at::Tensor& tensor : value.toTensorVector())
+          list.push_back(send(tensor).toTensor());
         value = std::move(list);
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<at::Tensor>> list;

@@ -24,8 +24,8 @@ class Bringer {
   class Job;
   /// Has `fill` called on the thread. `fill` throws what `finish` is to throw.
   std::shared_ptr<Job> start(std::function<void()> fill);
-  /// Returns when the job is done, and the current stream is ordered after it. A job that the thread
-  /// has not begun yet is done here, at once, whatever waits before it.
+  /// Returns when the job is done, and the current stream is ordered after it. A job that the
+  /// thread has not begun yet is done here, at once, whatever waits before it.
   void finish(Job& job);
 
  private:

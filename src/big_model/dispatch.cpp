@@ -54,11 +54,10 @@ at::Device choose_main_device(const DeviceMap& map, const OffloadOptions& option
   for (const auto& [name, place] : map) {
     if (place.kind != Place::Kind::accelerator) continue;
     if (place.index >= devices) {
-      throw ConfigError(text::concat("The device map puts '", name, "' on the accelerator ", place.index,
-                                     ", and this machine has ",
-                                     devices == 0 ? std::string("none")
-                                                  : text::concat("those from 0 to ", devices - 1),
-                                     "."));
+      throw ConfigError(text::concat(
+          "The device map puts '", name, "' on the accelerator ", place.index,
+          ", and this machine has ",
+          devices == 0 ? std::string("none") : text::concat("those from 0 to ", devices - 1), "."));
     }
     if (!first || place.index < first->index()) first = device_of(place);
   }
@@ -127,21 +126,21 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
     if (entry.tensor.grad().defined()) with_gradient.push_back(entry.name);
     if (place_for(entry.name) != Place::disk() || entry.tensor.numel() == 0) return;
     // Values in memory go before those that a folder has from an earlier time.
-    const bool use_stored = !stored.empty() && (entry.tensor.is_meta() ||
-                                                options.weights().find(stored) != nullptr);
+    const bool use_stored =
+        !stored.empty() && (entry.tensor.is_meta() || options.weights().find(stored) != nullptr);
     if (use_stored) {
       const WeightStore::Entry& found = *store.find(stored);
       if (at::IntArrayRef(found.shape) != entry.tensor.sizes()) {
-        throw CheckpointError(text::concat("'", stored, "' has the shape [", text::join(found.shape),
-                                           "] in ", found.file, ", and [",
+        throw CheckpointError(text::concat("'", stored, "' has the shape [",
+                                           text::join(found.shape), "] in ", found.file, ", and [",
                                            text::join(entry.tensor.sizes()), "] in the module."),
                               found.file.string());
       }
     } else if (options.offload_dir().empty()) {
-      throw ConfigError(text::concat(
-          "The device map puts '", entry.name,
-          "' on the disk. Set OffloadOptions::offload_dir to a folder that it can be written to, or "
-          "OffloadOptions::weights to a store that has it."));
+      throw ConfigError(text::concat("The device map puts '", entry.name,
+                                     "' on the disk. Set OffloadOptions::offload_dir to a folder "
+                                     "that it can be written to, or "
+                                     "OffloadOptions::weights to a store that has it."));
     } else {
       to_write.push_back(entry);
     }
@@ -149,16 +148,17 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   for (const NamedTensor& entry : module.parameters()) check(entry, false);
   for (const NamedTensor& entry : module.buffers()) check(entry, true);
   if (!empty.empty()) {
-    throw StateError(text::concat("These weights have shapes and no values (they are on the meta "
-                                  "device), and nothing says where the values are: ",
-                                  text::join(empty),
-                                  ". Load them with load_checkpoint_and_dispatch, or name a store "
-                                  "in OffloadOptions::weights."));
+    throw StateError(
+        text::concat("These weights have shapes and no values (they are on the meta "
+                     "device), and nothing says where the values are: ",
+                     text::join(empty),
+                     ". Load them with load_checkpoint_and_dispatch, or name a store "
+                     "in OffloadOptions::weights."));
   }
   if (!with_gradient.empty()) {
-    throw StateError(text::concat("These weights have gradients, which offloading would lose: ",
-                                  text::join(with_gradient),
-                                  ". Call the optimizer's zero_grad() first."));
+    throw StateError(text::concat(
+        "These weights have gradients, which offloading would lose: ", text::join(with_gradient),
+        ". Call the optimizer's zero_grad() first."));
   }
   const Quiet quiet;
   if (!to_write.empty()) {
@@ -259,7 +259,8 @@ std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
     }
     for (auto& [dtype, group] : by_dtype) {
       std::int64_t bytes = 0;
-      for (const NamedTensor& entry : group) bytes += static_cast<std::int64_t>(entry.tensor.nbytes());
+      for (const NamedTensor& entry : group)
+        bytes += static_cast<std::int64_t>(entry.tensor.nbytes());
       if (options.resident_limit() > 0 && bytes > options.resident_limit()) {
         for (const NamedTensor& entry : group) plans.push_back({entry.name, {entry}});
       } else {
@@ -302,7 +303,8 @@ std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
 }
 
 void Dispatched::Impl::refuse_training(const NamedTensor& entry) {
-  if (torch::autograd::impl::post_acc_grad_hooks(entry.tensor) != nullptr) return;  // the user's own
+  if (torch::autograd::impl::post_acc_grad_hooks(entry.tensor) != nullptr)
+    return;  // the user's own
   auto hook = std::make_unique<RefuseGradient>();
   hook->name = entry.name;
   torch::autograd::impl::set_post_acc_grad_hooks(entry.tensor, std::move(hook));
@@ -347,7 +349,9 @@ void Dispatched::reset_statistics() {
   impl_->residency->reset_counts();
 }
 
-void Dispatched::trace_residency(const std::filesystem::path& file) { impl_->residency->trace(file); }
+void Dispatched::trace_residency(const std::filesystem::path& file) {
+  impl_->residency->trace(file);
+}
 
 void Dispatched::remove_offload() {
   if (!impl_->engine) return;

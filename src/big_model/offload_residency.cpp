@@ -85,7 +85,8 @@ void OffloadResidency::gone(const Unit& unit) noexcept { note(unit, Event::gone)
 void OffloadResidency::repointed(const Unit& unit) {
   throw StateError(text::concat(
       "The module is dispatched: its weights come and go by the device map, so it cannot be moved "
-      "or cast, nor a weight of '", unit.name(),
+      "or cast, nor a weight of '",
+      unit.name(),
       "' be given other data. Call remove_offload() first, or dispatch it with another map."));
 }
 
@@ -93,10 +94,11 @@ void OffloadResidency::write_back(const Unit& unit, const UnitParameter& paramet
                                   const at::Tensor& contents) {
   const Source& from = source(parameter.parameter);
   if (!from.home.defined()) {
-    throw StateError(text::concat(
-        "The weight '", parameter.name,
-        "' was written to, and it is offloaded to disk, where weights are only read. Keep it on the "
-        "CPU or on a device, or call remove_offload() before it is changed."));
+    throw StateError(
+        text::concat("The weight '", parameter.name,
+                     "' was written to, and it is offloaded to disk, where weights are only read. "
+                     "Keep it on the "
+                     "CPU or on a device, or call remove_offload() before it is changed."));
   }
   from.home.copy_(Unit::over(contents, parameter));
 }
@@ -145,7 +147,7 @@ void OffloadResidency::write_trace(const std::vector<std::unique_ptr<Unit>>& uni
     modules.push_back({{"name", unit->name()}, {"bytes", unit->storage().bytes()}});
   Json events = Json::array();
   for (const Traced& traced : traced_) {
-    const char* what = traced.event == Event::begins  ? "begins"
+    const char* what = traced.event == Event::begins ? "begins"
                        : traced.event == Event::here ? "here"
                                                      : "gone";
     events.push_back({traced.nanoseconds, traced.unit, what});

@@ -71,9 +71,9 @@ void add_collection(WeightStore& store, const fs::path& path) {
   const safetensors::Collection files(path);
   for (const auto& [name, entry] : files.tensors()) {
     const safetensors::Header& header = entry.reader->header();
-    store.add(name, {entry.reader->path(), header.data_offset() + entry.info->begin,
-                     header.file_bytes(), checkpoint::tensor_dtype(entry.info->dtype),
-                     entry.info->shape});
+    store.add(name,
+              {entry.reader->path(), header.data_offset() + entry.info->begin, header.file_bytes(),
+               checkpoint::tensor_dtype(entry.info->dtype), entry.info->shape});
   }
   // A name that is tied to another is in the metadata only, under the name that has the bytes.
   for (const auto& reader : files.readers()) {
@@ -128,7 +128,9 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
   }
 }
 
-std::int64_t rows_of(const std::vector<std::int64_t>& shape) { return shape.empty() ? 1 : shape[0]; }
+std::int64_t rows_of(const std::vector<std::int64_t>& shape) {
+  return shape.empty() ? 1 : shape[0];
+}
 
 }  // namespace
 
@@ -168,10 +170,10 @@ const WeightStore::Entry& WeightStore::at(std::string_view name) const {
 void WeightStore::read(std::string_view name, const at::Tensor& tensor) const {
   const Entry& entry = at(name);
   if (tensor.sizes() != at::IntArrayRef(entry.shape)) {
-    throw CheckpointError(text::concat("'", name, "' has the shape [", text::join(entry.shape),
-                                       "] in ", entry.file, ", and [", text::join(tensor.sizes()),
-                                       "] in the module."),
-                          entry.file.string());
+    throw CheckpointError(
+        text::concat("'", name, "' has the shape [", text::join(entry.shape), "] in ", entry.file,
+                     ", and [", text::join(tensor.sizes()), "] in the module."),
+        entry.file.string());
   }
   const at::Tensor rows = entry.shape.empty() ? tensor.unsqueeze(0) : tensor;
   read_rows(name, 0, rows_of(entry.shape), rows);
@@ -197,7 +199,8 @@ void WeightStore::read_rows(std::string_view name, std::int64_t begin, std::int6
     return;
   }
   // Through a small buffer: to another dtype, device or order in memory.
-  const std::int64_t rows_at_once = std::clamp<std::int64_t>(kStagingBytes / row_bytes, 1, end - begin);
+  const std::int64_t rows_at_once =
+      std::clamp<std::int64_t>(kStagingBytes / row_bytes, 1, end - begin);
   std::vector<std::int64_t> sizes = tensor.sizes().vec();
   sizes[0] = rows_at_once;
   const at::Tensor staging =
@@ -216,7 +219,8 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
     if (!entry.tensor.is_meta()) return entry.tensor;
     throw StateError(text::concat("'", entry.name,
                                   "' has a shape and no values (it is on the meta device), so it "
-                                  "cannot be written to ", folder, ". Load a checkpoint first."));
+                                  "cannot be written to ",
+                                  folder, ". Load a checkpoint first."));
   });
 }
 
@@ -229,10 +233,11 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
   if (fs::exists(index_path)) {
     index = Json::parse(io::read_file(index_path), nullptr, /*allow_exceptions=*/false);
     if (!index.is_object()) {
-      throw CheckpointError(text::concat("The offload index ", index_path,
-                                         " that is there is not a JSON object. Remove the folder, or "
-                                         "name another."),
-                            index_path.string());
+      throw CheckpointError(
+          text::concat("The offload index ", index_path,
+                       " that is there is not a JSON object. Remove the folder, or "
+                       "name another."),
+          index_path.string());
     }
   }
   std::uint64_t needed = 0;
@@ -241,13 +246,15 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
       throw ConfigError(text::concat("'", name, "' cannot be the name of a file."));
     const fs::path file = folder / (name + ".dat");
     const std::uint64_t there = fs::exists(file) ? fs::file_size(file) : 0;
-    needed += static_cast<std::uint64_t>(tensor.nbytes()) - std::min<std::uint64_t>(there, tensor.nbytes());
+    needed += static_cast<std::uint64_t>(tensor.nbytes()) -
+              std::min<std::uint64_t>(there, tensor.nbytes());
   }
   if (const std::uint64_t free = io::free_bytes(folder); needed > free) {
     throw CheckpointError(
-        text::concat("The weights to offload need ", text::format_bytes(static_cast<std::int64_t>(needed)),
-                     " and the disk of ", folder, " has ",
-                     text::format_bytes(static_cast<std::int64_t>(free)), " left."),
+        text::concat("The weights to offload need ",
+                     text::format_bytes(static_cast<std::int64_t>(needed)), " and the disk of ",
+                     folder, " has ", text::format_bytes(static_cast<std::int64_t>(free)),
+                     " left."),
         folder.string());
   }
   WeightStore store;

@@ -26,7 +26,7 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
     entry.stay = plan.stay;
     entries_.push_back(std::move(entry));
     const std::int64_t bytes = units_.back()->storage().bytes();
-    if (options.resident_limit > 0 && bytes > options.resident_limit) {
+    if (!options.oversized_alone && options.resident_limit > 0 && bytes > options.resident_limit) {
       throw ShardingError(
           text::concat("The unit '", plan.name, "' needs ", text::format_bytes(bytes),
                        " while it is used, and the "

@@ -24,7 +24,10 @@ ROOMS = {
     "data": ["core", "comm"],
     "optim": ["core", "comm", "precision", "parallel:strategy"],
     "checkpoint": ["core", "comm", "io", "precision", "parallel", "data", "optim"],
-    "big_model": ["core", "io", "intercept", "device_map"],
+    "big_model": [
+        "core", "io", "intercept", "device_map",
+        "checkpoint:tensor_file", "checkpoint:pt_file", "checkpoint:py_value",
+    ],
     "tracking": ["core", "io"],
     "accelerator": [
         "base", "io", "device_map", "core", "comm", "state", "intercept", "precision", "parallel", "data", "optim",

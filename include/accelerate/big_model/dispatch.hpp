@@ -24,14 +24,14 @@ namespace accelerate {
 
 /// How weights come to the device that computes and leave it.
 class OffloadOptions {
-  /// Where offloaded weights are computed with. Default: the first accelerator of the device map, or
-  /// of the machine where there is no map; without one the CPU.
+  /// Where offloaded weights are computed with. Default: the first accelerator of the device map,
+  /// or of the machine where there is no map; without one the CPU.
   TORCH_ARG(std::optional<at::Device>, main_device);
-  /// Whether buffers of offloaded modules are offloaded too. Otherwise they stay on the main device.
-  /// Default: false.
+  /// Whether buffers of offloaded modules are offloaded too. Otherwise they stay on the main
+  /// device. Default: false.
   TORCH_ARG(bool, offload_buffers) = false;
-  /// Classes whose modules come and go as one, with all that is in them. Default: each module brings
-  /// the weights it has itself.
+  /// Classes whose modules come and go as one, with all that is in them. Default: each module
+  /// brings the weights it has itself.
   TORCH_ARG(std::vector<std::string>, preload_module_classes);
   /// The most bytes of offloaded weights on the main device at one time; 0 for no limit. A weight
   /// above it is brought alone. Default: 0.
@@ -75,8 +75,8 @@ class Dispatched {
   at::Device main_device() const noexcept;
   OffloadStatistics statistics() const;
   void reset_statistics();
-  /// Writes to `file`, at every end of a forward, when which module's weights came and went, as JSON
-  /// for tools/plot_residency.py.
+  /// Writes to `file`, at every end of a forward, when which module's weights came and went, as
+  /// JSON for tools/plot_residency.py.
   void trace_residency(const std::filesystem::path& file);
   /// Ends the offloading: every weight is an ordinary tensor of the module, on the CPU where it was
   /// offloaded. Throws OutOfMemoryError, and changes nothing, when they do not fit.
@@ -189,8 +189,8 @@ auto dispatch(M&& module, DeviceMap map, OffloadOptions options) {
 /// brought meanwhile. On accelerators inputs follow the weights that they meet.
 ///
 /// A LibTorch module given itself must outlive the result; module holders, pointers and TorchScript
-/// modules are kept. Weights must have values, or be in `weights`. Throws ConfigError when the map is
-/// not one for this module or names a device that is not there, StateError when the module is
+/// modules are kept. Weights must have values, or be in `weights`. Throws ConfigError when the map
+/// is not one for this module or names a device that is not there, StateError when the module is
 /// dispatched already.
 template <big_model::ModuleLike M>
 auto dispatch_model(M&& module, DeviceMap map, OffloadOptions options = {}) {
@@ -204,9 +204,9 @@ auto cpu_offload(M&& module, at::Device execution_device, OffloadOptions options
                              options.main_device(execution_device).force_hooks(true));
 }
 
-/// Keeps all weights on disk and brings them to `execution_device` module by module. They are written
-/// to `offload_dir`; weights without values (of the meta device) must be there already. A weight that
-/// is on disk is not trained.
+/// Keeps all weights on disk and brings them to `execution_device` module by module. They are
+/// written to `offload_dir`; weights without values (of the meta device) must be there already. A
+/// weight that is on disk is not trained.
 template <big_model::ModuleLike M>
 auto disk_offload(M&& module, const std::filesystem::path& offload_dir,
                   at::Device execution_device = at::kCPU, OffloadOptions options = {}) {
@@ -214,8 +214,8 @@ auto disk_offload(M&& module, const std::filesystem::path& offload_dir,
                              options.main_device(execution_device).offload_dir(offload_dir));
 }
 
-/// Brings the weights of `module` to `execution_device` out of any store, module by module: what the
-/// functions above are made of.
+/// Brings the weights of `module` to `execution_device` out of any store, module by module: what
+/// the functions above are made of.
 template <big_model::ModuleLike M>
 auto attach_align_device(M&& module, at::Device execution_device, WeightStore weights,
                          OffloadOptions options = {}) {
@@ -268,9 +268,9 @@ class HookedModel {
 };
 
 /// Keeps a module in host memory until it is called, and then on `execution_device` until
-/// `hook.offload()`, or until the model that was given its hook as `previous` is called: for pipelines
-/// of models that run one after the other, some of them in a loop. Returns the model to call, and its
-/// hook.
+/// `hook.offload()`, or until the model that was given its hook as `previous` is called: for
+/// pipelines of models that run one after the other, some of them in a loop. Returns the model to
+/// call, and its hook.
 template <big_model::ModuleLike M>
 auto cpu_offload_with_hook(M&& module, at::Device execution_device,
                            std::optional<CpuOffloadHook> previous = {}) {

@@ -18,8 +18,8 @@ class LoadOptions {
   /// Modules, by a part of their path, whose weights stay float32 when `dtype` is float16 or
   /// bfloat16.
   TORCH_ARG(std::vector<std::string>, keep_in_fp32_modules);
-  /// Whether weights that only the module or only the checkpoint has are an error. Otherwise they are
-  /// reported. Default: false.
+  /// Whether weights that only the module or only the checkpoint has are an error. Otherwise they
+  /// are reported. Default: false.
   TORCH_ARG(bool, strict) = false;
   /// Where weights whose place is the disk are copied to. Default: they are read where the
   /// checkpoint has them, without a copy; files of torch.save need a folder.
@@ -47,8 +47,8 @@ struct LoadReport {
 };
 
 /// Fills a module's weights and buffers, by name, from a checkpoint: a safetensors file, a file of
-/// torch.save, an index of several, or a folder with one of these. Each goes where the map says; the
-/// root map {{"", Place::cpu()}} loads everything into memory. Weights without memory (see
+/// torch.save, an index of several, or a folder with one of these. Each goes where the map says;
+/// the root map {{"", Place::cpu()}} loads everything into memory. Weights without memory (see
 /// init_empty_weights) get it here; others are filled in place where dtype and device stay. No more
 /// memory is needed beside the weights than some megabytes for each thread.
 ///
