@@ -111,8 +111,9 @@ class Loader {
       if (weight.place == Place::disk()) continue;
       at::Tensor target = weight.entry.tensor.detach();
       if (!weight.fill_in_place) {
-        target = at::empty(weight.entry.tensor.sizes(),
-                           at::TensorOptions(device_of(weight.place)).dtype(weight.dtype));
+        // In the module's own order in memory, channels last for example.
+        target = at::empty_like(weight.entry.tensor,
+                                at::TensorOptions(device_of(weight.place)).dtype(weight.dtype));
         big_model::use_huge_pages(target);
       }
       targets.push_back(target);

@@ -7,6 +7,7 @@
 #include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <nlohmann/json.hpp>
 
 namespace accelerate::big_model {
@@ -33,7 +34,8 @@ const Source& OffloadResidency::source(const at::Tensor& weight) const {
 at::Tensor OffloadResidency::whole(const at::Tensor& weight) const {
   const Source& from = source(weight);
   if (from.home.defined()) return from.home;
-  at::Tensor values = at::empty(weight.sizes(), at::TensorOptions(weight.scalar_type()));
+  at::Tensor values =
+      at::empty_strided(weight.sizes(), weight.strides(), at::TensorOptions(weight.scalar_type()));
   use_huge_pages(values);
   store_.read(from.stored_as, values);
   return values;
