@@ -137,7 +137,7 @@ void Tokenizer::read_vocabulary(const fs::path& file) {
   std::int64_t next = 0;
   for (std::string line; std::getline(in, line); ++next) {
     if (!line.empty() && line.back() == '\r') line.pop_back();
-    vocabulary_.emplace(line, next);
+    vocabulary_.insert_or_assign(line, next);
   }
 }
 
