@@ -85,6 +85,10 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   if (mixed_precision_ == MixedPrecision::fp16 && resolved.grad_scaler.enabled()) {
     scaler_ = std::make_shared<GradScaler>(resolved.grad_scaler, world());
   }
+  const Topology& topology = state_->topology();
+  checkpointing_ = std::make_unique<detail::Checkpointing>(
+      options_.project_config(),
+      detail::Savers{world(), topology.node_rank, topology.num_nodes, topology.local_rank});
   loader_observer_ = gradient_state_;
   std::vector<RngType> types;
   for (const RngType type : options_.rng_types()) {
@@ -98,6 +102,16 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
 }
 
 Accelerator::~Accelerator() = default;
+
+detail::Prepared Accelerator::prepared() const {
+  detail::Prepared all;
+  for (const ModuleEntry& entry : modules_) all.modules.push_back(entry.core->strategy);
+  all.optimizers = optimizers_;
+  all.scaler = scaler_;
+  all.gradients = gradient_state_.get();
+  all.strategy = to_string(strategy_);
+  return all;
+}
 
 std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record,
                                                                       const void* identity,
@@ -443,6 +457,7 @@ void Accelerator::local_main_process_first(const std::function<void()>& function
 void Accelerator::print_line(const std::string& line) { std::cout << line << std::endl; }
 
 void Accelerator::free_memory() {
+  checkpointing_->forget_prepared();
   modules_.clear();
   optimizers_.clear();
   gradient_state_->set_step(0);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/accelerator/project.hpp>
 #include <accelerate/comm/world.hpp>
 #include <accelerate/core/random.hpp>
 #include <accelerate/data/configuration.hpp>
@@ -86,6 +87,8 @@ struct AcceleratorOptions {
   TORCH_ARG(std::optional<FsdpOptions>, fsdp) = std::nullopt;
   TORCH_ARG(GradScalerOptions, grad_scaler);
   TORCH_ARG(AutocastOptions, autocast);
+  /// Where checkpoints go and how they are called.
+  TORCH_ARG(ProjectConfiguration, project_config);
 
  public:
   /// What a DeepSpeed configuration asks for: stage, offload, precision, accumulation, clipping.
