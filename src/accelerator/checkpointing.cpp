@@ -158,13 +158,6 @@ fs::path Checkpointing::newest_folder() const {
 
 namespace {
 
-std::vector<checkpoint::NamedModule> named(const Prepared& prepared) {
-  std::vector<checkpoint::NamedModule> modules;
-  for (std::size_t i = 0; i < prepared.modules.size(); ++i)
-    modules.push_back({i == 0 ? "" : numbered("model", i) + "/", prepared.modules[i]});
-  return modules;
-}
-
 std::string dumped(const Json& json) { return json.dump(1) + "\n"; }
 
 }  // namespace
@@ -175,7 +168,7 @@ std::unique_ptr<checkpoint::Save> Checkpointing::collect(const fs::path& folder,
                                                          std::int64_t number) {
   auto save = std::make_unique<checkpoint::Save>(group_, folder);
   const bool first = group_.rank() == 0;
-  const auto modules = named(prepared);
+  const auto modules = named_modules(prepared);
   for (std::size_t i = 0; i < prepared.modules.size(); ++i)
     save->add(checkpoint::module_group(*prepared.modules[i], numbered("model", i)));
   for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
@@ -321,139 +314,6 @@ void Checkpointing::tidy(const comm::Group& group, const fs::path& newest) {
       io::delete_path(gone);
     }
   });
-}
-
-// ------------------------------------------------------------------------------------------- loading
-
-void Checkpointing::load_random(const checkpoint::Load& load) const {
-  const int rank = savers_.world.rank();
-  const std::string own = text::concat("random_states_", rank, ".json");
-  const auto derive = [&](std::uint64_t seed) {
-    // Another stream of numbers on each process, and the same in each resumed run.
-    set_seed(seed + 0x9E3779B97F4A7C15ULL * static_cast<std::uint64_t>(rank + 1));
-  };
-  if (!load.has_file(own)) {
-    const Json first = Json::parse(load.text("random_states_0.json"));
-    derive(first.at("seed").get<std::uint64_t>());
-    log::info(text::concat("The checkpoint has no random state of process ", rank,
-                           ", which was not there when it was saved: it is derived from the saved "
-                           "seed and the rank."),
-              log::Ranks::all);
-    return;
-  }
-  const Json saved = Json::parse(load.text(own));
-  Json states = saved.at("states");
-  const RngState here = RngState::capture();
-  std::vector<std::string> left_out, fresh;
-  for (const auto& [device, state] : here.states()) {
-    if (!states.contains(device)) fresh.push_back(device);
-  }
-  if (!fresh.empty()) derive(saved.at("seed").get<std::uint64_t>());
-  for (auto entry = states.begin(); entry != states.end();) {
-    if (here.states().contains(entry.key())) {
-      ++entry;
-    } else {
-      left_out.push_back(entry.key());
-      entry = states.erase(entry);
-    }
-  }
-  RngState::from_json(states).restore();
-  if (!left_out.empty() || !fresh.empty()) {
-    log::warning(text::concat(
-        "The checkpoint was saved with other devices. Random states that are not used: ",
-        left_out.empty() ? "none" : text::join(left_out),
-        "; derived from the saved seed: ", fresh.empty() ? "none" : text::join(fresh), "."));
-  }
-}
-
-fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& options,
-                             const Prepared& prepared) {
-  wait();
-  const fs::path target = folder.empty() ? newest_folder() : folder;
-  checkpoint::Load load(group_, target);
-  const auto modules = named(prepared);
-  std::vector<checkpoint::IncomingOptimizerState> optimizers;
-  std::vector<std::pair<std::size_t, std::vector<NamedTensor>>> tensor_objects;
-  std::vector<Json> loaders, schedulers, objects;
-  const std::string path = load.folder().string();
-  together(group_, "preparing to load a checkpoint", path, [&] {
-    const Json& about = load.manifest().about;
-    const auto compare = [&](const char* key, const char* what, std::size_t here) {
-      const auto there = about.value(key, std::size_t{0});
-      if (there == here) return;
-      throw CheckpointError(text::concat("The checkpoint ", path, " has ", there, " ", what,
-                                         ", and this program prepared or registered ", here,
-                                         ". Prepare and register the same, in the same order."),
-                            path);
-    };
-    compare("models", "models", modules.size());
-    compare("optimizers", "optimizers", prepared.optimizers.size());
-    compare("schedulers", "schedulers", schedulers_.size());
-    compare("loaders", "loaders", loaders_.size());
-    compare("objects", "custom objects", objects_.size());
-    for (std::size_t i = 0; i < modules.size(); ++i)
-      load.want_all(checkpoint::module_group(*prepared.modules[i], numbered("model", i)),
-                    options.strict());
-    for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
-      const std::string name = numbered("optimizer", i);
-      optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules,
-                              Json::parse(load.text(name + ".json")), name, load);
-    }
-    for (std::size_t i = 0; i < loaders_.size(); ++i)
-      loaders.push_back(
-          own_state(Json::parse(load.text(numbered("sampler", i) + ".json")), group_, path));
-    for (std::size_t i = 0; i < schedulers_.size(); ++i)
-      schedulers.push_back(Json::parse(load.text(numbered("scheduler", i) + ".json")));
-    for (std::size_t i = 0; i < objects_.size(); ++i) {
-      const std::string name = text::concat("custom_checkpoint_", i);
-      if (objects_[i].load) {
-        objects.push_back(Json::parse(load.text(name + ".json")));
-        continue;
-      }
-      objects.emplace_back();
-      auto& tensors = tensor_objects.emplace_back(i, objects_[i].save_tensors()).second;
-      checkpoint::TensorGroup group;
-      group.name = name;
-      for (NamedTensor& entry : tensors) {
-        entry.tensor = entry.tensor.detach().clone();
-        group.parts.push_back(checkpoint::whole_part(entry.name, entry.tensor));
-      }
-      load.want_all(group, /*strict=*/true);
-    }
-  });
-  load.verify();
-  together(group_, "loading a checkpoint", path, [&] {
-    for (const auto& hook : load_hooks_) {
-      if (*hook) (*hook)(load.folder());
-    }
-    // What may be refused goes first: the data may be other data.
-    for (std::size_t i = 0; i < loaders_.size(); ++i) loaders_[i]->load_state_dict(loaders[i]);
-    load.read();
-    for (auto& optimizer : optimizers) optimizer.apply();
-    for (std::size_t i = 0; i < schedulers_.size(); ++i) schedulers_[i].load(schedulers[i]);
-    if (prepared.scaler) {
-      if (load.has_file("scaler.json")) {
-        prepared.scaler->load_state_dict(Json::parse(load.text("scaler.json")));
-      } else {
-        log::warning("The checkpoint was saved without a gradient scaler; it starts anew.");
-      }
-    }
-    for (std::size_t i = 0; i < objects_.size(); ++i) {
-      if (objects_[i].load) objects_[i].load(objects[i]);
-    }
-    for (const auto& [i, tensors] : tensor_objects) objects_[i].load_tensors(tensors);
-    load_random(load);
-    prepared.gradients->set_step(load.manifest().about.value("micro_batch", std::int64_t{0}));
-  });
-  for (const auto& module : prepared.modules) {
-    // Nothing more to take; what was gathered before is out of date.
-    module->load_state_dict({}, parallel::StateDictOptions().type(parallel::StateDictType::sharded),
-                            /*strict=*/false);
-  }
-  if (const auto number = number_of(load.folder()); number >= 0)
-    project_.iteration(std::max(project_.iteration(), number + 1));
-  log::info(text::concat("Loaded the checkpoint ", path, "."));
-  return load.folder();
 }
 
 }  // namespace accelerate::detail

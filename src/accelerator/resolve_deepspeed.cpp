@@ -45,7 +45,8 @@ Json from_variables(const Environment& environment) {
       {"zero_optimization", zero},
       {"train_micro_batch_size_per_gpu", "auto"},
       {"gradient_accumulation_steps", "auto"},
-      {"gradient_clipping", environment.get("ACCELERATE_GRADIENT_CLIPPING") ? "auto" : 0.0}};
+      {"gradient_clipping",
+               environment.get("ACCELERATE_GRADIENT_CLIPPING") ? Json("auto") : Json(0.0)}};
 }
 
 }  // namespace

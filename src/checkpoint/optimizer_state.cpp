@@ -4,132 +4,23 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
+#include <accelerate/optim/optimizer.hpp>
 
 #include "checkpoint/archives.hpp"
+#include "checkpoint/optimizer_slots.hpp"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/tensor.h>
-#include <c10/util/Type.h>
 #include <nlohmann/json.hpp>
 #include <torch/optim/optimizer.h>
 
-#include <cmath>
 #include <set>
-#include <typeinfo>
-#include <unordered_map>
 
 namespace accelerate::checkpoint {
 namespace {
 
 using torch::optim::Optimizer;
-
-std::string type_of(const Optimizer& optimizer) {
-  return c10::demangle(typeid(optimizer).name());
-}
-
-// A parameter as an optimizer of this process has it.
-struct Slot {
-  std::string name;
-  parallel::ParameterShard shard;
-};
-
-// The slots of an optimizer's groups, in their order. Parameters of no prepared module are called by
-// their place, and are whole.
-std::vector<std::vector<Slot>> slots_of(Optimizer& optimizer,
-                                        const std::vector<NamedModule>& modules) {
-  std::unordered_map<const void*, Slot> known;
-  for (const NamedModule& module : modules) {
-    for (parallel::ParameterShard& shard : module.strategy->shards()) {
-      const void* leaf = shard.leaf.unsafeGetTensorImpl();
-      Slot slot{module.prefix + shard.name, std::move(shard)};
-      known.emplace(leaf, std::move(slot));
-    }
-  }
-  std::vector<std::vector<Slot>> groups;
-  for (auto& group : optimizer.param_groups()) {
-    auto& slots = groups.emplace_back();
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = known.find(parameter.unsafeGetTensorImpl());
-      if (found != known.end()) {
-        slots.push_back(found->second);
-      } else {
-        slots.push_back({text::concat("param_groups.", groups.size() - 1, ".", slots.size()),
-                         {"", parameter.sizes().vec(), 0, parameter.numel(), parameter,
-                          parameter.strides().vec()}});
-      }
-    }
-  }
-  return groups;
-}
-
-bool is_whole(const Slot& slot) {
-  std::int64_t elements = 1;
-  for (const std::int64_t size : slot.shard.global_shape) elements *= size;
-  return slot.shard.elements == elements;
-}
-
-// ---------------------------------------------------------------------------- values as JSON
-
-// What an archive holds beside tensors. Nothing for other types.
-std::optional<Json> to_json(const c10::IValue& value) {
-  if (value.isNone()) return Json();
-  if (value.isBool()) return Json(value.toBool());
-  if (value.isInt()) return Json(value.toInt());
-  if (value.isDouble()) {
-    // JSON has no word for these.
-    if (!std::isfinite(value.toDouble())) return Json{{"double", std::to_string(value.toDouble())}};
-    return Json(value.toDouble());
-  }
-  if (value.isString()) return Json{{"string", value.toStringRef()}};
-  const bool tuple = value.isTuple();
-  if (!tuple && !value.isDoubleList() && !value.isIntList()) return std::nullopt;
-  Json items = Json::array();
-  if (tuple) {
-    for (const c10::IValue& item : value.toTupleRef().elements()) {
-      auto json = to_json(item);
-      if (!json) return std::nullopt;
-      items.push_back(std::move(*json));
-    }
-    return Json{{"tuple", std::move(items)}};
-  }
-  if (value.isDoubleList()) {
-    for (const double item : value.toDoubleVector()) items.push_back(*to_json(item));
-    return Json{{"doubles", std::move(items)}};
-  }
-  for (const std::int64_t item : value.toIntVector()) items.push_back(item);
-  return Json{{"ints", std::move(items)}};
-}
-
-c10::IValue from_json(const Json& json) {
-  if (json.is_null()) return {};
-  if (json.is_boolean()) return json.get<bool>();
-  if (json.is_number_float()) return json.get<double>();
-  if (json.is_number_integer()) return json.get<std::int64_t>();
-  if (json.contains("double")) return std::stod(json.at("double").get<std::string>());
-  if (json.contains("string")) return json.at("string").get<std::string>();
-  if (json.contains("tuple")) {
-    std::vector<c10::IValue> items;
-    for (const Json& item : json.at("tuple")) items.push_back(from_json(item));
-    return c10::ivalue::Tuple::create(std::move(items));
-  }
-  if (json.contains("doubles")) {
-    c10::List<double> items;
-    for (const Json& item : json.at("doubles")) items.push_back(from_json(item).toDouble());
-    return items;
-  }
-  c10::List<std::int64_t> items;
-  for (const Json& item : json.at("ints")) items.push_back(item.get<std::int64_t>());
-  return items;
-}
-
-// ------------------------------------------------------------------------------------ kinds
-
-// How a tensor of the state lies beside its parameter.
-constexpr const char* kLike = "like";      // shaped like it and cut like it
-constexpr const char* kWhole = "whole";    // of its own shape, the same on every process
-constexpr const char* kPart = "part";      // of its own shape, of one part of the parameter
-constexpr const char* kList = "list";      // several of the second kind
-constexpr const char* kValue = "value";    // no tensor
 
 bool is_like(const at::Tensor& state, const Slot& slot, const std::string& key) {
   const at::Tensor& leaf = slot.shard.leaf;
@@ -165,14 +56,14 @@ Json describe_state(torch::jit::Module& state, const Slot& slot, TensorGroup& gr
       } else {
         // A number for each step, say, is the same everywhere; what was computed from one part is
         // of use to the same part only.
-        const bool same = tensor.dim() == 0 || is_whole(slot);
+        const bool same = tensor.dim() == 0 || slot.is_whole();
         entry["kind"] = same ? kWhole : kPart;
         entry["shape"] = tensor.sizes().vec();
         add_whole(same ? name : part_name(name, slot), tensor);
       }
       if (tensor.is_cpu() && !slot.shard.leaf.is_cpu()) entry["cpu"] = true;
       entries[key] = std::move(entry);
-    } else if (value.isTensorList() && is_whole(slot)) {
+    } else if (value.isTensorList() && slot.is_whole()) {
       Json shapes = Json::array();
       for (const at::Tensor& tensor : value.toTensorVector()) {
         if (tensor.defined()) add_whole(text::concat(name, ".", shapes.size()), tensor);
@@ -200,33 +91,14 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
   const std::string type = type_of(optimizer);
   Json states = Json::object();
   together(group, "saving an optimizer", "", [&] {
-    torch::serialize::OutputArchive archive;
-    try {
-      optimizer.save(archive);
-    } catch (const c10::Error&) {
-      std::throw_with_nested(UnsupportedError(text::concat(
-          type, " cannot give out its state: it does not implement save() as LibTorch's own "
-                "optimizers do.")));
-    }
-    torch::jit::Module& all = contents(archive);
+    torch::jit::Module all = saved_archive(optimizer);
     const auto slots = slots_of(optimizer, modules);
     torch::jit::Module kept = all.attr("state").toModule();
     torch::jit::Module groups = all.attr("param_groups").toModule();
     Json group_list = Json::array();
     for (std::size_t g = 0; g < slots.size(); ++g) {
       torch::jit::Module saved = groups.attr("param_groups/" + std::to_string(g)).toModule();
-      Json options = Json::object();
-      for (const auto& attribute :
-           saved.attr("options").toModule().named_attributes(/*recurse=*/false)) {
-        if (attribute.name == "training" || attribute.name == "_is_full_backward_hook") continue;
-        auto json = to_json(attribute.value);
-        if (!json) {
-          throw UnsupportedError(text::concat("The option '", attribute.name, "' of ", type,
-                                              " is of the type ", attribute.value.tagKind(),
-                                              ", which a checkpoint cannot hold."));
-        }
-        options[attribute.name] = std::move(*json);
-      }
+      Json options = options_of(saved, type);
       Json names = Json::array();
       for (std::size_t p = 0; p < slots[g].size(); ++p) {
         const Slot& slot = slots[g][p];
@@ -234,7 +106,7 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
         const std::string key = std::to_string(reinterpret_cast<std::size_t>(
             optimizer.param_groups()[g].params()[p].unsafeGetTensorImpl()));
         // A process without elements of the parameter has nothing to say of it.
-        if (!kept.hasattr(key) || (slot.shard.elements == 0 && !is_whole(slot))) continue;
+        if (!kept.hasattr(key) || (slot.shard.elements == 0 && !slot.is_whole())) continue;
         torch::jit::Module state = kept.attr(key).toModule();
         states[slot.name] = describe_state(state, slot, result.tensors, type);
       }
@@ -253,24 +125,20 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
     }
   }
   result.description["state"] = std::move(states);
+  result.tensors.python = [description = result.description](const std::vector<TensorPart>& parts) {
+    return python_state(description, parts);
+  };
   return result;
 }
 
 // -------------------------------------------------------------------------------------- loading
-
-struct IncomingOptimizerState::Impl {
-  Optimizer& optimizer;
-  /// By group and parameter; null where there is no state.
-  std::vector<std::vector<std::optional<std::map<std::string, c10::IValue>>>> states;
-  std::vector<std::map<std::string, c10::IValue>> options;
-};
 
 IncomingOptimizerState::~IncomingOptimizerState() = default;
 IncomingOptimizerState::IncomingOptimizerState(IncomingOptimizerState&&) noexcept = default;
 
 namespace {
 
-at::TensorOptions options_of(const io::Manifest& manifest, const std::string& group,
+at::TensorOptions place_of(const io::Manifest& manifest, const std::string& group,
                              const std::string& name, const at::Tensor& leaf, bool on_cpu,
                              const std::string& path) {
   const io::SavedTensor* saved = manifest.find(group, name);
@@ -329,7 +197,7 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
       auto& incoming = impl_->states.emplace_back();
       for (const Slot& slot : slots[g]) {
         auto& state = incoming.emplace_back();
-        if (!states.contains(slot.name) || (slot.shard.elements == 0 && !is_whole(slot))) continue;
+        if (!states.contains(slot.name) || (slot.shard.elements == 0 && !slot.is_whole())) continue;
         state.emplace();
         for (const auto& [key, entry] : states.at(slot.name).items()) {
           const auto kind = entry.at("kind").get<std::string>();
@@ -337,14 +205,14 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
           const auto whole = [&](const std::string& as, const Json& shape) {
             at::Tensor tensor = at::empty(
                 shape.get<std::vector<std::int64_t>>(),
-                options_of(load.manifest(), name, as, slot.shard.leaf, entry.contains("cpu"), path));
+                place_of(load.manifest(), name, as, slot.shard.leaf, entry.contains("cpu"), path));
             load.want(name, whole_part(as, tensor));
             return tensor;
           };
           if (kind == kValue) {
             state->emplace(key, from_json(entry.at("value")));
           } else if (kind == kLike) {
-            const auto tensor_options = options_of(load.manifest(), name, full, slot.shard.leaf,
+            const auto tensor_options = place_of(load.manifest(), name, full, slot.shard.leaf,
                                                    entry.contains("cpu"), path);
             // Strides too: a step over tensors that lie alike adds in the same order.
             const at::Tensor& leaf = slot.shard.leaf;

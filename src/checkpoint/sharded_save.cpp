@@ -1,9 +1,13 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/sharded.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
+
+#include "checkpoint/pickler.hpp"
+#include "checkpoint/zip_reader.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <nlohmann/json.hpp>
@@ -12,6 +16,7 @@
 #include <numeric>
 #include <set>
 #include <tuple>
+#include <unordered_map>
 
 namespace accelerate::checkpoint {
 
@@ -244,7 +249,8 @@ void Save::plan() {
       out.group = g;
       const std::string suffix =
           plan.whole ? std::string() : text::concat(".rank", group_.rank());
-      out.name = groups_[g].name + suffix + ".safetensors";
+      out.name = groups_[g].name + suffix +
+                 (plan.whole && groups_[g].python ? ".bin" : ".safetensors");
       for (const TensorPart& part : groups_[g].parts) {
         const int writer = plan.whole
                                ? plan.owner
@@ -316,6 +322,43 @@ void Save::write_tensors(const OutFile& file, Json& report) {
   for (const std::uint64_t sum : sums.finish()) hex += io::checksum_text(sum);
   report.push_back({{"name", file.name},
                     {"bytes", header.file_bytes()},
+                    {"checksums", std::move(hex)},
+                    {"group", group.name},
+                    {"tensors", std::move(tensors)}});
+}
+
+void Save::write_python(const OutFile& file, Json& report) {
+  const TensorGroup& group = groups_[file.group];
+  std::vector<TensorPart> parts = file.parts;
+  for (TensorPart& part : parts) {
+    part.data = on_host(part.data);
+    if (part.data.storage().nbytes() != part.data.nbytes()) part.data = part.data.clone();
+  }
+  const PyValue value = group.python(parts);
+  const fs::path path = partial_ / file.name;
+  save_pt(value, path);
+  // Where the tensors came to lie in it.
+  const auto map = std::make_shared<const io::MappedFile>(path, io::Advice::kSequential);
+  const ZipReader zip(map);
+  const auto storages = pickle(value).storages;
+  std::unordered_map<const void*, std::uint64_t> positions;
+  for (std::size_t i = 0; i < storages.size(); ++i) {
+    const auto bytes = zip.records().at("data/" + std::to_string(i));
+    positions.emplace(storages[i].const_data_ptr(),
+                      static_cast<std::uint64_t>(bytes.data() - map->bytes().data()));
+  }
+  Json tensors = Json::array();
+  for (const TensorPart& part : parts) {
+    const auto dtype = file_dtype(part.data.scalar_type());
+    tensors.push_back({part.name, std::string(st::name(dtype)), part.shape, part.order, part.first,
+                       part.count,
+                       part.count > 0 ? positions.at(part.data.const_data_ptr()) : 0});
+    written_bytes_ += part.data.nbytes();
+  }
+  std::string hex;
+  for (const std::uint64_t sum : io::block_checksums(map->bytes())) hex += io::checksum_text(sum);
+  report.push_back({{"name", file.name},
+                    {"bytes", map->size()},
                     {"checksums", std::move(hex)},
                     {"group", group.name},
                     {"tensors", std::move(tensors)}});
@@ -400,7 +443,13 @@ void Save::write(const comm::Group& group) {
     Json report = Json::array();
     together(group, what, path, [&] {
       const at::NoGradGuard no_grad;
-      for (const OutFile& file : mine_) write_tensors(file, report);
+      for (const OutFile& file : mine_) {
+        if (file.name.ends_with(".bin")) {
+          write_python(file, report);
+        } else {
+          write_tensors(file, report);
+        }
+      }
       for (const auto& [name, contents] : texts_) write_text(name, contents, report);
     });
     const auto reports = group.all_gather_bytes(report.dump());

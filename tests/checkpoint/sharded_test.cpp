@@ -25,9 +25,16 @@
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <random>
+#include <thread>
 
 namespace accelerate::checkpoint {
 namespace {
@@ -492,6 +499,104 @@ TEST(Sharded, AFailureAtAnyCallOnOneProcessLeavesThePreviousCheckpoint) {
     }
     world().barrier();
   }
+}
+
+// ------------------------------------------------------------------------------ sudden ends
+
+// What a child process does until it is killed: saves over and over in one folder, and says through
+// the pipe which save is complete.
+[[noreturn]] void save_until_killed(const fs::path& folder, int pipe, int first) {
+  Session run(comm::Group(), "single", 1);
+  for (int number = first;; ++number) {
+    Save save(comm::Group(), folder);
+    save.add(module_group(*run.strategy, "model"));
+    save.set_about({{"number", number}});
+    save.plan();
+    save.write(comm::Group());
+    if (::write(pipe, &number, sizeof number) != sizeof number) ::_exit(1);
+  }
+}
+
+// Forks a child that saves, has `meanwhile` end it, and checks what is left. Returns the number of
+// the checkpoint that is there.
+template <class Meanwhile>
+int check_after_death(const fs::path& folder, int first, bool kills_itself, Meanwhile&& meanwhile) {
+  int ends[2];
+  EXPECT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::close(ends[0]);
+    if (kills_itself) meanwhile(child);
+    save_until_killed(folder, ends[1], first);
+  }
+  ::close(ends[1]);
+  if (!kills_itself) meanwhile(child);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  int finished = first - 1;
+  for (int number = 0; ::read(ends[0], &number, sizeof number) == sizeof number;) finished = number;
+  ::close(ends[0]);
+  Load load(comm::Group(), folder);
+  load.verify();
+  const int there = load.manifest().about.at("number").template get<int>();
+  EXPECT_GE(there, finished);
+  EXPECT_LE(there, finished + 1);
+  return there;
+}
+
+TEST(Sharded, AfterAKillAtAnyInstantACompleteCheckpointLoads) {
+  if (world().size() > 1) GTEST_SKIP() << "forks a process of its own";
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  {
+    Save save(comm::Group(), saved);
+    save.set_about({{"number", 0}});
+    save.plan();
+    save.write(comm::Group());
+  }
+  std::mt19937 random(17);
+  int there = 0;
+  for (int round = 0; round < (full() ? 400 : 40); ++round) {
+    const auto delay = std::chrono::microseconds(random() % 15000);
+    there = check_after_death(saved, there + 1, false, [&](pid_t child) {
+      std::this_thread::sleep_for(delay);
+      ::kill(child, SIGKILL);
+    });
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "round " << round;
+  }
+  EXPECT_GT(there, 20);  // some saves came to an end
+}
+
+int dies_in = 0;
+int die_at(io::faults::Operation, const fs::path&, std::size_t& bytes) {
+  bytes = std::max<std::size_t>(bytes / 3, 1);
+  if (dies_in-- == 0) ::raise(SIGKILL);
+  return 0;
+}
+
+TEST(Sharded, AfterADeathAtEveryOperationACompleteCheckpointLoads) {
+  if (world().size() > 1) GTEST_SKIP() << "forks a process of its own";
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  {
+    Save save(comm::Group(), saved);
+    save.set_about({{"number", 0}});
+    save.plan();
+    save.write(comm::Group());
+  }
+  int there = 0;
+  int operations = 0;
+  for (; operations < 300; ++operations) {
+    const int last = there;
+    there = check_after_death(saved, last + 1, true, [&](pid_t) {
+      dies_in = operations;
+      io::faults::set_hook(die_at);
+    });
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "operation " << operations;
+    if (there > last + 1) break;  // two saves came to an end: every operation of one had its turn
+  }
+  EXPECT_GT(operations, 8);
 }
 
 TEST(Sharded, StatesOfOtherShapesAreHeldOrRefusedByName) {

@@ -114,7 +114,9 @@ Stateful stateful_scheduler(const PreparedScheduler<S>& scheduler) {
                   s.load_state_dict(json);
                 }) {
     state.save = [scheduler] { return Json(scheduler.state_dict()); };
-    state.load = [scheduler](const Json& json) mutable { scheduler.load_state_dict(json); };
+    state.load = [own = PreparedScheduler<S>(scheduler)](const Json& json) mutable {
+      own.load_state_dict(json);
+    };
   }
   return state;
 }
@@ -167,6 +169,8 @@ class Checkpointing {
                                             const Prepared& prepared, std::int64_t number);
   void write(checkpoint::Save& save, const comm::Group& group, bool numbered);
   void tidy(const comm::Group& group, const std::filesystem::path& newest);
+  void load_of_python(const std::filesystem::path& folder, const LoadStateOptions& options,
+                      const Prepared& prepared);
   void load_random(const checkpoint::Load& load) const;
 
   ProjectConfiguration project_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <accelerate/base/json.hpp>
+#include <accelerate/checkpoint/py_value.hpp>
 #include <accelerate/checkpoint/sharded.hpp>
 #include <accelerate/comm/group.hpp>
 #include <accelerate/parallel/strategy.hpp>
@@ -45,6 +46,12 @@ class IncomingOptimizerState {
   IncomingOptimizerState(torch::optim::Optimizer& optimizer,
                          const std::vector<NamedModule>& modules, const Json& description,
                          const std::string& name, Load& load);
+  /// The state of Python's optimizer of the same kind, as its `state_dict()` gives it; parameters
+  /// are matched by their place in the groups. Throws CheckpointError, naming `path`, when it does
+  /// not fit.
+  IncomingOptimizerState(torch::optim::Optimizer& optimizer,
+                         const std::vector<NamedModule>& modules, const PyValue& state_dict,
+                         const std::string& path);
   ~IncomingOptimizerState();
   IncomingOptimizerState(IncomingOptimizerState&&) noexcept;
   /// Once it was read: gives it to the optimizer in place of what it had.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <accelerate/base/json.hpp>
+#include <accelerate/checkpoint/py_value.hpp>
 #include <accelerate/comm/group.hpp>
 #include <accelerate/core/module.hpp>
 #include <accelerate/io/manifest.hpp>
@@ -49,6 +50,9 @@ struct TensorGroup {
   std::vector<TensorPart> parts;
   /// Other names of a tensor.
   std::map<std::string, std::string> aliases;
+  /// If given, the one file is `name`.bin, with this value of the tensors (contiguous, on the host,
+  /// one storage each), as Python's torch.save would write it.
+  std::function<PyValue(const std::vector<TensorPart>& parts)> python = nullptr;
 };
 
 /// A whole tensor.
@@ -98,6 +102,7 @@ class Save {
     std::vector<TensorPart> parts;
   };
   void write_tensors(const OutFile& file, Json& report);
+  void write_python(const OutFile& file, Json& report);
   void write_text(const std::string& name, const std::string& contents, Json& report);
   void complete(const std::vector<std::string>& reports);
 
