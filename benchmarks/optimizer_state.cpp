@@ -2,7 +2,7 @@
 // and the disk alone moving the same bytes in the same blocks. Also the kernel against the memory's
 // bandwidth and against torch::optim::AdamW.
 //
-//     optimizer_state [FOLDER [MILLION_PARAMETERS]]
+//     optimizer_state [FOLDER [MILLION_PARAMETERS [BLOCK_MIB]]]
 //
 // Prints a line of JSON for each figure; every one is a ratio of two things measured in this run.
 
@@ -14,8 +14,9 @@
 #include <ATen/ATen.h>
 #include <torch/optim/adamw.h>
 
-#include <unistd.h>
+#include <malloc.h>
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -92,7 +93,7 @@ double disk_alone(const std::string& folder, std::size_t bytes, std::size_t bloc
 int main(int argc, char** argv) {
   const std::string folder = argc > 1 ? argv[1] : "/var/tmp";
   const std::int64_t count = (argc > 2 ? std::atoll(argv[2]) : 50) * 1'000'000 / 8192 * 8192;
-  constexpr std::int64_t kBlock = std::int64_t{16} << 20;
+  const std::int64_t block = std::int64_t{argc > 3 ? std::atoll(argv[3]) : 8} << 20;
 
   const auto in_memory = parameters(count);
   FusedAdamW fused(in_memory);
@@ -119,18 +120,19 @@ int main(int argc, char** argv) {
 
   for (const bool direct : {true, false}) {
     const auto on_disk = parameters(count);
+    ::malloc_trim(0);  // what was freed must not serve as the blocks
     const double before = anonymous_memory();
     OffloadedAdamW streamed(on_disk, optim::FusedAdamWOptions(),
                             OffloadOptions()
                                 .place(optim::StatePlace::disk)
                                 .folder(folder)
-                                .block_bytes(kBlock)
+                                .block_bytes(block)
                                 .direct_io(direct));
     streamed.step();
     const double step = measure::median(seconds(5, [&] { streamed.step(); }));
     const double memory = anonymous_memory() - before;
     const double disk = disk_alone(
-        folder, static_cast<std::size_t>(streamed.disk_bytes()) / kBlock * kBlock, kBlock, direct);
+        folder, static_cast<std::size_t>(streamed.disk_bytes()) / block * block, block, direct);
     std::printf(
         R"({"benchmark": "AdamW from disk, %s", "over_larger_part": %.3f, "step_ms": %.0f, "disk_ms": %.0f, "compute_ms": %.0f, "memory_over_blocks": %.2f, "state_over_memory": %.1f})"
         "\n",

@@ -135,9 +135,11 @@ int train(int argc, char** argv) {
                                torch::data::samplers::SequentialSampler(0), options));
 
   trainer::Recorder recorder(accelerator, *flags, net->parameters());
+  trainer::Checkpoints checkpoints(accelerator, *flags, recorder);
   const int64_t planned = flags->epochs * steps_per_epoch;
   const int64_t last_step = flags->max_steps > 0 ? std::min(flags->max_steps, planned) : planned;
   accelerate::Progress progress(accelerate::ProgressOptions(last_step)
+                                    .initial(recorder.steps())
                                     .description("training")
                                     .unit("steps")
                                     .enabled(accelerator.is_main_process() && !flags->quiet));
@@ -159,11 +161,13 @@ int train(int argc, char** argv) {
       optimizer.zero_grad();
       recorder.phase();
       progress.advance();
+      if (checkpoints.after_step()) return accelerate::kStoppedExitCode;
       if (recorder.steps() == last_step) break;
     }
     progress.text(accelerate::text::concat("loss ", recorder.last_loss()));
   }
   progress.close();
+  checkpoints.finish();
 
   model.eval();
   torch::NoGradGuard no_grad;

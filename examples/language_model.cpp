@@ -125,9 +125,11 @@ int train(int argc, char** argv) {
                                torch::data::samplers::SequentialSampler(0), options));
 
   trainer::Recorder recorder(accelerator, *flags, decoder->parameters());
+  trainer::Checkpoints checkpoints(accelerator, *flags, recorder);
   const int64_t planned = flags->epochs * steps_per_epoch;
   const int64_t last_step = flags->max_steps > 0 ? std::min(flags->max_steps, planned) : planned;
   accelerate::Progress progress(accelerate::ProgressOptions(last_step)
+                                    .initial(recorder.steps())
                                     .description("training")
                                     .unit("steps")
                                     .enabled(accelerator.is_main_process() && !flags->quiet));
@@ -152,10 +154,12 @@ int train(int argc, char** argv) {
       progress.advance();
       if (recorder.steps() % 10 == 0)
         progress.text(accelerate::text::concat("loss ", recorder.last_loss()));
+      if (checkpoints.after_step()) return accelerate::kStoppedExitCode;
       if (recorder.steps() == last_step) break;
     }
   }
   progress.close();
+  checkpoints.finish();
 
   model.eval();
   torch::NoGradGuard no_grad;

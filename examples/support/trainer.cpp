@@ -13,6 +13,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <csignal>
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -31,6 +32,13 @@ accelerate::AcceleratorOptions Flags::accelerator_options() const {
       .gradient_accumulation_steps(gradient_accumulation_steps)
       .per_process_scheduler_steps(false)
       .dataloader(accelerate::data::DataLoaderConfiguration().data_seed(seed));
+  if (!checkpoint_dir.empty()) {
+    auto project = accelerate::ProjectConfiguration()
+                       .project_dir(checkpoint_dir)
+                       .automatic_checkpoint_naming(true);
+    if (checkpoint_limit > 0) project.total_limit(checkpoint_limit);
+    options.project_config(project);
+  }
   if (backend != "auto") options.backend(accelerate::comm::backend_from_string(backend));
   if (cpu) options.cpu(true);
   return options;
@@ -110,6 +118,16 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
   app.add_option("--summary", flags.summary, "write what happened to this file, as JSON");
   app.add_option("--memory", flags.memory,
                  "write where memory went to this file, for tools/plot_memory.py");
+  app.add_option("--checkpoint-dir", flags.checkpoint_dir,
+                 "save checkpoints in this folder: at the end, and when SIGTERM or SIGUSR1 comes");
+  app.add_option("--checkpoint-every", flags.checkpoint_every,
+                 "save after every so many steps too; 0 not to")
+      ->check(number(0));
+  app.add_option("--checkpoint-limit", flags.checkpoint_limit,
+                 "keep so many checkpoints; 0 for all")
+      ->check(number(0));
+  app.add_option("--resume", flags.resume,
+                 "go on from this checkpoint, or from the latest in --checkpoint-dir");
   app.add_flag("--quiet", flags.quiet, "no progress bar");
   try {
     app.parse(argc, argv);
@@ -123,6 +141,11 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
     throw accelerate::ConfigError(
         "--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +
         " were both given. Mixed precision trains float32 parameters: drop one of the two.");
+  }
+  if (flags.checkpoint_dir.empty() &&
+      (flags.checkpoint_every > 0 || flags.checkpoint_limit > 0 || flags.resume == "latest")) {
+    throw accelerate::ConfigError(
+        "--checkpoint-every, --checkpoint-limit and --resume latest need --checkpoint-dir.");
   }
   return flags;
 }
@@ -291,7 +314,7 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   }
 
   Json summary;
-  summary["first_step"] = 1;
+  summary["first_step"] = steps_before_ + 1;
   summary["losses"] = losses;
   summary["grad_norms"] = to_doubles(grad_norms_);
   summary["eval"] = eval;
@@ -311,6 +334,44 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   summary["sample_ids_checksum"] =
       sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
   return summary;
+}
+
+Json Recorder::state_dict() const { return {{"steps", steps()}}; }
+
+void Recorder::load_state_dict(const Json& state) {
+  steps_before_ = state.at("steps").get<std::int64_t>();
+}
+
+Checkpoints::Checkpoints(accelerate::Accelerator& accelerator, const Flags& flags,
+                         Recorder& recorder)
+    : accelerator_(accelerator), flags_(flags), recorder_(recorder) {
+  accelerator_.register_for_checkpointing(recorder);
+  if (!flags_.checkpoint_dir.empty()) accelerator_.stop_on_signals({SIGTERM, SIGUSR1});
+  if (flags_.resume.empty()) return;
+  accelerator_.load_state(flags_.resume == "latest" ? "" : flags_.resume);
+  saved_at_ = recorder_.steps();
+}
+
+void Checkpoints::save() {
+  accelerator_.save_state();
+  saved_at_ = recorder_.steps();
+}
+
+bool Checkpoints::after_step() {
+  if (flags_.checkpoint_dir.empty()) return false;
+  const bool stop = accelerator_.stop_requested();
+  if (stop || (flags_.checkpoint_every > 0 && recorder_.steps() % flags_.checkpoint_every == 0))
+    save();
+  if (stop) {
+    accelerate::log::info(accelerate::text::concat("A signal came, so training stops after step ",
+                                                   recorder_.steps(),
+                                                   ", which was saved. Go on with --resume latest."));
+  }
+  return stop;
+}
+
+void Checkpoints::finish() {
+  if (!flags_.checkpoint_dir.empty() && saved_at_ != recorder_.steps()) save();
 }
 
 void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags,

@@ -8,6 +8,8 @@
 #include <accelerate/base/json.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/comm/collectives.hpp>
 #include <accelerate/comm/group.hpp>
 #include <accelerate/core/memory.hpp>

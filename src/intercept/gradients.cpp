@@ -52,6 +52,8 @@ Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::Scala
       hook->gradients = this;
       hook->unit = u;
       hook->parameter = p;
+      // A frozen parameter may never have met autograd.
+      torch::autograd::impl::materialize_autograd_meta(parameters[p].parameter);
       hook->before = std::move(torch::autograd::impl::post_acc_grad_hooks(parameters[p].parameter));
       torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].parameter, std::move(hook));
     }

@@ -28,8 +28,8 @@ class OffloadOptions {
   /// updates are added to the copies, and the parameters are these rounded. Default: false.
   TORCH_ARG(bool, fp32_parameters) = false;
   /// Bytes of state that are worked on at once; on disk, three such blocks are in memory. Default:
-  /// 16 MiB.
-  TORCH_ARG(std::int64_t, block_bytes) = std::int64_t{16} << 20;
+  /// 8 MiB.
+  TORCH_ARG(std::int64_t, block_bytes) = std::int64_t{8} << 20;
   /// Reads and writes past the page cache where the filesystem can. Default: true.
   TORCH_ARG(bool, direct_io) = true;
 };
