@@ -109,14 +109,14 @@ int main(int argc, char** argv) {
   // Into new files: freeing the pages of an old one takes as long as writing half of it.
   compare(
       "save, synced", gigabytes, [&] { fs::remove(plain), fs::remove(ours); },
-      [&] { plain_write(plain, state); }, [&] { accelerate::checkpoint::save_file(state, ours); });
+      [&] { plain_write(plain, state); }, [&] { accelerate::checkpoints::save_file(state, ours); });
   plain_write(plain, state);
   compare(
       "load, warm cache", gigabytes, nothing, [&] { plain_read(plain, into); },
-      [&] { accelerate::checkpoint::load_into(into, ours); });
+      [&] { accelerate::checkpoints::load_into(into, ours); });
   compare(
       "load, cold cache", gigabytes, [&] { make_cold(plain), make_cold(ours); },
-      [&] { plain_read(plain, into); }, [&] { accelerate::checkpoint::load_into(into, ours); });
+      [&] { plain_read(plain, into); }, [&] { accelerate::checkpoints::load_into(into, ours); });
   for (std::size_t i = 0; i < state.size(); ++i) {
     if (!state[i].tensor.equal(into[i].tensor)) {
       std::cerr << state[i].name << " came back as something else\n";
@@ -129,8 +129,8 @@ int main(int argc, char** argv) {
   for (int round = 0; round < 3; ++round) {
     for (NamedTensor& named : state) named.tensor.zero_();
     filled.push_back(
-        measure::time([&] { accelerate::checkpoint::load_into(state, ours); }).count());
-    mapped.push_back(measure::time([&] { accelerate::checkpoint::load_file(ours); }).count());
+        measure::time([&] { accelerate::checkpoints::load_into(state, ours); }).count());
+    mapped.push_back(measure::time([&] { accelerate::checkpoints::load_file(ours); }).count());
   }
   std::cout << "{\"benchmark\": \"seconds\", \"fill\": " << measure::median(filled)
             << ", \"open\": " << measure::median(mapped) << "}" << std::endl;

@@ -70,13 +70,13 @@ CheckpointSource::CheckpointSource(const fs::path& given) {
 }
 
 void CheckpointSource::add_pt(const fs::path& file) {
-  const checkpoint::PyValue value = checkpoint::load_pt(file);
+  const checkpoints::PyValue value = checkpoints::load_pt(file);
   const auto refuse = [&](const std::string& what) {
     throw CheckpointError(
         text::concat(file, " ", what, ". Expected is a state dict: names and tensors."),
         file.string());
   };
-  if (!value.is<checkpoint::PyDict>()) refuse("does not hold a dict");
+  if (!value.is<checkpoints::PyDict>()) refuse("does not hold a dict");
   for (const auto& [key, entry] : value.as_dict().items) {
     if (!key.is<std::string>()) refuse("has a key that is no name");
     if (!entry.is<at::Tensor>())

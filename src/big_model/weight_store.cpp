@@ -73,7 +73,7 @@ void add_collection(WeightStore& store, const fs::path& path) {
     const safetensors::Header& header = entry.reader->header();
     store.add(name,
               {entry.reader->path(), header.data_offset() + entry.info->begin, header.file_bytes(),
-               checkpoint::tensor_dtype(entry.info->dtype), entry.info->shape});
+               checkpoints::tensor_dtype(entry.info->dtype), entry.info->shape});
   }
   // A name that is tied to another is in the metadata only, under the name that has the bytes.
   for (const auto& reader : files.readers()) {
@@ -107,7 +107,7 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
         if (info == nullptr)
           refuse(text::concat("says that '", weight, "' is in ", file, ", and it is not."));
         store.add(name, {file, header.data_offset() + info->begin, header.file_bytes(),
-                         checkpoint::tensor_dtype(info->dtype), info->shape});
+                         checkpoints::tensor_dtype(info->dtype), info->shape});
         continue;
       }
       WeightStore::Entry entry{folder / (name + ".dat"), 0, 0,

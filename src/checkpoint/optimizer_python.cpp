@@ -10,7 +10,7 @@
 
 #include <map>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 using torch::optim::Optimizer;
 
@@ -189,4 +189,4 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
   }
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -15,7 +15,7 @@
 #include <set>
 #include <tuple>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace fs = std::filesystem;
 namespace st = io::safetensors;
@@ -460,4 +460,4 @@ std::vector<NamedTensor> module_tensors(const ModuleRecord& module) {
   return tensors;
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -17,7 +17,7 @@
 #include "checkpoint/torch_names.hpp"
 #include "checkpoint/unpickler.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace {
 
@@ -607,4 +607,4 @@ PyValue unpickle(std::string_view pickle, const StorageOf& storage_of,
   return Machine(pickle, storage_of, path).run();
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

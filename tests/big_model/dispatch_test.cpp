@@ -79,7 +79,7 @@ TEST_P(Zoo, GivesTheSameUnderEveryMapStoreAndLimit) {
   zoo::Specimen plain = zoo::make(GetParam(), 3);
   const auto expected = outputs(plain, nullptr);
   const auto checkpoint = folder.path() / "model.safetensors";
-  checkpoint::save_file(state_of(plain.record), checkpoint);
+  checkpoints::save_file(state_of(plain.record), checkpoint);
   const std::int64_t largest = largest_of(plain.record);
   std::int64_t at_once = 0;
   for (const auto& [name, tensor] : plain.record.parameters()) {
@@ -184,7 +184,7 @@ class BigModel : public ::testing::Test {
     input = torch::randn({3, 64});
     torch::NoGradGuard no_grad;
     expected = net->forward(input);
-    checkpoint::save_file(state_of(big_model::record_of(net)), file());
+    checkpoints::save_file(state_of(big_model::record_of(net)), file());
   }
   fs::path file() const { return folder.path() / "model.safetensors"; }
   static nn::Sequential empty() {
@@ -199,10 +199,10 @@ TEST_F(BigModel, LoadsWhatAnyLayoutOfFilesHolds) {
   const auto state = state_of(big_model::record_of(net));
   const auto sharded = folder.path() / "sharded", pickled = folder.path() / "pickled";
   fs::create_directories(pickled);
-  checkpoint::save_sharded(state, sharded, "40KB");
-  checkpoint::PyDict dict;
+  checkpoints::save_sharded(state, sharded, "40KB");
+  checkpoints::PyDict dict;
   for (const auto& [name, tensor] : state) dict.add(name, tensor.detach());
-  checkpoint::save_pt(dict, pickled / "pytorch_model.bin");
+  checkpoints::save_pt(dict, pickled / "pytorch_model.bin");
   for (const fs::path& path :
        {file(), folder.path(), sharded, sharded / "model.safetensors.index.json", pickled,
         pickled / "pytorch_model.bin"}) {
@@ -364,7 +364,7 @@ TEST_F(BigModel, MapsAndStoresThatDoNotFitAreRefusedBeforeAnythingMoves) {
   });
   expect_refusal<CheckpointError>("nowhere", [&] { load_checkpoint_in_model(net, "nowhere"); });
   const auto sharded = folder.path() / "sharded";
-  const auto names = checkpoint::save_sharded(state_of(big_model::record_of(net)), sharded, "40KB");
+  const auto names = checkpoints::save_sharded(state_of(big_model::record_of(net)), sharded, "40KB");
   fs::remove(sharded / names.back());
   expect_refusal<CheckpointError>(names.back(), [&] { load_checkpoint_in_model(net, sharded); });
   torch::NoGradGuard no_grad;

@@ -19,7 +19,7 @@
 
 #include "support/python.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 namespace {
 
 namespace fs = std::filesystem;
@@ -429,4 +429,4 @@ TEST_F(HostilePt, SavingRefusesAndFailsWithoutARest) {
 }
 
 }  // namespace
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -36,7 +36,7 @@
 #include <random>
 #include <thread>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 namespace {
 
 namespace fs = std::filesystem;
@@ -658,4 +658,4 @@ TEST(Sharded, LbfgsComesBack) {
 }
 
 }  // namespace
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

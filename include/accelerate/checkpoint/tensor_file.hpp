@@ -14,7 +14,7 @@
 #include <vector>
 
 /// Tensors in safetensors files, which Python and other languages read and write too.
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// The dtype in a file of tensors of this dtype. Throws UnsupportedError for those that safetensors
 /// does not have (complex128, quantized).
@@ -113,4 +113,4 @@ Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::filesyste
 Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::vector<NamedTensor>& from,
                    const std::filesystem::path& path, bool strict = true);
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints
