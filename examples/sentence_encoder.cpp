@@ -119,7 +119,8 @@ int run(const Flags& flags) {
                                                      {"bfloat16", at::kBFloat16},
                                                      {"float16", at::kHalf}};
   accelerate::LoadOptions load;
-  load.dtype(dtypes.at(flags.dtype)).no_split_module_classes({"Layer"});
+  // Copied, not mapped: then what is on the CPU counts as its memory.
+  load.dtype(dtypes.at(flags.dtype)).no_split_module_classes({"Layer"}).memory_map(false);
   accelerate::MaxMemory limits;
   for (const std::string& limit : flags.max_memory) {
     for (const auto& entry : accelerate::parse_max_memory(limit)) limits.push_back(entry);
