@@ -1,15 +1,12 @@
-// Forward and backward of a stack of blocks, sharded over the ranks that start it; fsdp_step.py is
-// the same with PyTorch's fully_shard. Prints one line of JSON: seconds a step (the least of
-// several rounds), and what was communicated.
+// A training step of a stack of blocks, sharded over the ranks that start it; fsdp_step.py is the
+// same with PyTorch's fully_shard. Prints one line of JSON: seconds a step (the least of several
+// rounds), and what was communicated.
 //
 //   accelerate-cpp launch -n 2 build/bin/fsdp_step
 //   torchrun --nproc-per-node 2 benchmarks/fsdp_step.py
 
-#include <accelerate/base/environment.hpp>
-#include <accelerate/base/error.hpp>
-#include <accelerate/base/topology.hpp>
-#include <accelerate/comm/world.hpp>
-#include <accelerate/parallel/fsdp.hpp>
+#include <accelerate/accelerate.hpp>
+#include <accelerate/optim/fused.hpp>
 
 #include <ATen/Parallel.h>
 #include <torch/nn/modules/container/modulelist.h>
@@ -59,48 +56,40 @@ struct Net : torch::nn::Module {
 int main() try {
   using namespace accelerate;
   at::set_num_threads(1);
-  const Environment environment = Environment::process();
-  const comm::Group world =
-      comm::create_world(detect_topology(environment), comm::WorldOptions().read(environment));
+  Accelerator accelerator(AcceleratorOptions().cpu(true).fsdp(FsdpOptions()));
   torch::manual_seed(0);
   auto net = std::make_shared<Net>();
-  {
-    parallel::Fsdp fsdp{ModuleRecord(net), parallel::FsdpOptions(), world};
-    const at::Tensor x = torch::randn({kTokens, kWidth});
-    const auto step = [&] {
-      const parallel::ForwardContext context;
-      fsdp.before_forward(context);
-      const at::Tensor loss = net->forward(x).pow(2).mean();
-      fsdp.after_forward(context, {});
-      loss.backward();
-      fsdp.after_backward();
-      for (const auto& shard : fsdp.shards()) at::Tensor(shard.leaf).mutable_grad().reset();
-    };
-    for (int i = 0; i < 3; ++i) step();
-    fsdp.reset_statistics();
-    double least = 1e9;
-    constexpr int kRounds = 10;
-    for (int round = 0; round < kRounds; ++round) {
-      world.barrier();
-      const auto begin = std::chrono::steady_clock::now();
-      step();
-      least = std::min(
-          least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-    }
-    const auto statistics = fsdp.statistics();
-    if (world.rank() == 0) {
-      std::printf(
-          "{\"seconds_per_step\": %.6f, \"ranks\": %d, \"units\": %lld, \"gathers_per_step\": "
-          "%.2f, "
-          "\"prefetched\": %.3f, \"peak_resident_bytes\": %lld}\n",
-          least, world.size(), static_cast<long long>(fsdp.num_units()),
-          static_cast<double>(statistics.gathers) / kRounds,
-          static_cast<double>(statistics.prefetched) / static_cast<double>(statistics.gathers),
-          static_cast<long long>(statistics.peak_resident_bytes));
-    }
-    fsdp.restore();
+  optim::FusedAdamW adam(net->parameters(), optim::FusedAdamWOptions(1e-4));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  auto& fsdp = dynamic_cast<parallel::Fsdp&>(model.strategy());
+  const at::Tensor x = torch::randn({kTokens, kWidth});
+  const auto step = [&, &model = model, &optimizer = optimizer] {
+    accelerator.backward(model(x).pow(2).mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  for (int i = 0; i < 3; ++i) step();
+  fsdp.reset_statistics();
+  double least = 1e9;
+  constexpr int kRounds = 10;
+  for (int round = 0; round < kRounds; ++round) {
+    accelerator.wait_for_everyone();
+    const auto begin = std::chrono::steady_clock::now();
+    step();
+    least = std::min(
+        least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   }
-  comm::shutdown(world);
+  const auto statistics = fsdp.statistics();
+  if (accelerator.is_main_process()) {
+    std::printf(
+        "{\"seconds_per_step\": %.6f, \"ranks\": %d, \"units\": %lld, \"gathers_per_step\": "
+        "%.2f, \"prefetched\": %.3f, \"peak_resident_bytes\": %lld}\n",
+        least, accelerator.num_processes(), static_cast<long long>(fsdp.num_units()),
+        static_cast<double>(statistics.gathers) / kRounds,
+        static_cast<double>(statistics.prefetched) / static_cast<double>(statistics.gathers),
+        static_cast<long long>(statistics.peak_resident_bytes));
+  }
+  accelerator.end_training();
   return 0;
 } catch (const std::exception& error) {
   std::cerr << accelerate::describe(error) << '\n';

@@ -31,12 +31,13 @@ def main():
     for block in list(net)[:BLOCKS]:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     x = torch.randn(TOKENS, WIDTH)
 
     def step():
         net(x).pow(2).mean().backward()
-        for parameter in net.parameters():
-            parameter.grad = None
+        adam.step()
+        adam.zero_grad()
 
     for _ in range(3):
         step()

@@ -1,7 +1,6 @@
-// What interception costs: the same operator on the same memory, tagged and plain, in turns.
-//
-// Prints a table; fails when an operator that touches a tagged tensor costs 0.4 us more than it
-// does untagged, or when operators on plain tensors got slower by having the interceptor installed.
+// What interception costs: the same operator on the same memory, tagged and plain, in turns. Prints
+// a line of JSON for each: the first for an operator on plain tensors before and after the
+// interceptor was installed, the others for operators on tagged ones.
 
 #include <accelerate/intercept/engine.hpp>
 
@@ -82,15 +81,17 @@ int main() {
       {"sub (boxed)", [&] { at::sub(x, plain); }, [&] { at::sub(x, weight); }},
       {"maximum (boxed)", [&] { at::maximum(x, plain); }, [&] { at::maximum(x, weight); }},
   };
-  std::printf("%-26s %10s %10s %10s\n", "operator", "plain ns", "tagged ns", "extra ns");
-  std::printf("%-26s %10.0f %10.0f %10.0f\n", "mm, before and after", before, after,
-              after - before);
-  bool good = after - before < 40;
+  const auto print = [](const char* name, bool tagged, double without, double with) {
+    std::printf(
+        "{\"operator\": \"%s\", \"tagged\": %s, \"plain_ns\": %.0f, \"with_ns\": %.0f, "
+        "\"extra_ns\": %.0f}\n",
+        name, tagged ? "true" : "false", without, with, with - without);
+  };
+  print("mm", false, before, after);
   for (const Row& row : rows) {
     const auto [without, with] = compare(row.plain, row.tagged);
-    std::printf("%-26s %10.0f %10.0f %10.0f\n", row.name, without, with, with - without);
-    good = good && with - without < 400;
+    print(row.name, true, without, with);
   }
   engine.restore();
-  return good ? 0 : 1;
+  return 0;
 }

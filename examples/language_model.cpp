@@ -5,12 +5,12 @@
 //   mpirun -n 4 build/bin/language_model
 
 #include "support/decoder.hpp"
-#include "support/peak_memory.hpp"
 #include "support/trainer.hpp"
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/base/progress.hpp>
 #include <accelerate/optim/schedules.hpp>
+#include <accelerate/tracking/tensor_bytes.hpp>
 
 #include <torch/torch.h>
 #include <nlohmann/json.hpp>
@@ -100,7 +100,7 @@ int train(int argc, char** argv) {
         accelerate::text::concat("--width is ", flags->width, ", and a multiple of ",
                                  trainer::kHeadSize, " is needed, the size of an attention head."));
   }
-  trainer::count_tensor_bytes();
+  accelerate::tracking::count_cpu_tensors();
 
   accelerate::Accelerator accelerator(flags->accelerator_options());
   accelerate::set_seed(flags->seed);
@@ -124,34 +124,42 @@ int train(int argc, char** argv) {
       accelerate::data::loader(Pieces(text, Pieces::Part::held_out),
                                torch::data::samplers::SequentialSampler(0), options));
 
-  trainer::Recorder recorder(accelerator, *flags);
+  trainer::Recorder recorder(accelerator, *flags, decoder->parameters());
+  trainer::Checkpoints checkpoints(accelerator, *flags, recorder);
   const int64_t planned = flags->epochs * steps_per_epoch;
   const int64_t last_step = flags->max_steps > 0 ? std::min(flags->max_steps, planned) : planned;
   accelerate::Progress progress(accelerate::ProgressOptions(last_step)
+                                    .initial(recorder.steps())
                                     .description("training")
                                     .unit("steps")
                                     .enabled(accelerator.is_main_process() && !flags->quiet));
   while (recorder.steps() < last_step) {
     for (auto& batch : loader) {
       auto scope = accelerator.accumulate(model);
+      recorder.phase("forward");
       auto loss =
           torch::nn::functional::cross_entropy(model(batch.tokens).transpose(1, 2), batch.next);
+      recorder.phase("backward");
       accelerator.backward(loss);
       recorder.micro_batch(loss, batch.ids);
       if (!accelerator.sync_gradients()) continue;
+      recorder.phase("step");
       const double limit =
           flags->clip_norm > 0 ? flags->clip_norm : std::numeric_limits<double>::infinity();
       recorder.step(accelerator.clip_grad_norm_(model, limit));
       optimizer.step();
       scheduler.step();
       optimizer.zero_grad();
+      recorder.phase();
       progress.advance();
       if (recorder.steps() % 10 == 0)
         progress.text(accelerate::text::concat("loss ", recorder.last_loss()));
+      if (checkpoints.after_step()) return accelerate::kStoppedExitCode;
       if (recorder.steps() == last_step) break;
     }
   }
   progress.close();
+  checkpoints.finish();
 
   model.eval();
   torch::NoGradGuard no_grad;

@@ -13,6 +13,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <csignal>
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -31,6 +32,13 @@ accelerate::AcceleratorOptions Flags::accelerator_options() const {
       .gradient_accumulation_steps(gradient_accumulation_steps)
       .per_process_scheduler_steps(false)
       .dataloader(accelerate::data::DataLoaderConfiguration().data_seed(seed));
+  if (!checkpoint_dir.empty()) {
+    auto project = accelerate::ProjectConfiguration()
+                       .project_dir(checkpoint_dir)
+                       .automatic_checkpoint_naming(true);
+    if (checkpoint_limit > 0) project.total_limit(checkpoint_limit);
+    options.project_config(project);
+  }
   if (backend != "auto") options.backend(accelerate::comm::backend_from_string(backend));
   if (cpu) options.cpu(true);
   return options;
@@ -108,6 +116,18 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
   app.add_option("--data", flags.data, "the data file");
   app.add_option("--workers", flags.workers, "threads that prepare batches")->check(number(0));
   app.add_option("--summary", flags.summary, "write what happened to this file, as JSON");
+  app.add_option("--memory", flags.memory,
+                 "write where memory went to this file, for tools/plot_memory.py");
+  app.add_option("--checkpoint-dir", flags.checkpoint_dir,
+                 "save checkpoints in this folder: at the end, and when SIGTERM or SIGUSR1 comes");
+  app.add_option("--checkpoint-every", flags.checkpoint_every,
+                 "save after every so many steps too; 0 not to")
+      ->check(number(0));
+  app.add_option("--checkpoint-limit", flags.checkpoint_limit,
+                 "keep so many checkpoints; 0 for all")
+      ->check(number(0));
+  app.add_option("--resume", flags.resume,
+                 "go on from this checkpoint, or from the latest in --checkpoint-dir");
   app.add_flag("--quiet", flags.quiet, "no progress bar");
   try {
     app.parse(argc, argv);
@@ -121,6 +141,11 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
     throw accelerate::ConfigError(
         "--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +
         " were both given. Mixed precision trains float32 parameters: drop one of the two.");
+  }
+  if (flags.checkpoint_dir.empty() &&
+      (flags.checkpoint_every > 0 || flags.checkpoint_limit > 0 || flags.resume == "latest")) {
+    throw accelerate::ConfigError(
+        "--checkpoint-every, --checkpoint-limit and --resume latest need --checkpoint-dir.");
   }
   return flags;
 }
@@ -179,12 +204,39 @@ std::vector<double> to_doubles(const std::vector<at::Tensor>& values) {
 
 }  // namespace
 
-Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags)
-    : accelerator_(accelerator), flags_(flags) {
+Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
+                   std::vector<at::Tensor> parameters)
+    : accelerator_(accelerator), flags_(flags), parameters_(std::move(parameters)) {
+  if (!flags.memory.empty()) {
+    for (const at::Tensor& parameter : parameters_)
+      accelerate::tracking::label(parameter, accelerate::MemoryKind::parameters);
+    memory_.emplace(
+        accelerate::tracking::MemoryTrackerOptions()
+            .label(accelerate::text::concat(
+                accelerate::to_string(accelerator.strategy()), ", ", accelerator.num_processes(),
+                accelerator.num_processes() == 1 ? " process" : " processes"))
+            .rank(accelerator.process_index())
+            .device(accelerator.device()));
+    // A path that cannot be written is found out now, and not after training.
+    if (accelerator.is_main_process()) memory_->write(flags.memory);
+  }
   accelerator_.world().reset_traffic();
 }
 
+void Recorder::phase(const std::string& name) {
+  phase_.reset();
+  if (memory_ && !name.empty()) {
+    // A region cannot be moved; it is made in its place.
+    phase_.reset(new accelerate::tracking::MemoryTracker::Region(memory_->region(name)));
+  }
+}
+
 void Recorder::micro_batch(const at::Tensor& loss, const at::Tensor& ids) {
+  if (memory_) {
+    for (const at::Tensor& parameter : parameters_)
+      accelerate::tracking::label(parameter.grad(), accelerate::MemoryKind::gradients);
+  }
+  phase();
   losses_.push_back(loss.detach());
   ids_.push_back(ids.detach());
 }
@@ -202,7 +254,10 @@ double Recorder::last_loss() const { return losses_.empty() ? 0.0 : losses_.back
 
 Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   const torch::NoGradGuard no_grad;
-  const Json peaks{{"resident", peak_resident_bytes()}, {"tensors", peak_tensor_bytes()}};
+  phase();
+  const Json peaks{{"resident", peak_resident_bytes()},
+                   {"tensors", accelerate::tracking::tensor_bytes().peak}};
+  const Json memory = memory_ ? memory_->to_json() : Json();
   // Traffic first: what follows is the summary's own.
   Json bytes = Json::object();
   Json calls = Json::object();
@@ -252,8 +307,14 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
     tensor_bytes.push_back(other.at("tensors").get<std::int64_t>());
   }
 
+  if (memory_) {
+    const auto processes = accelerator_.gather_object(memory);
+    if (accelerator_.is_main_process())
+      accelerate::tracking::write_memory_file(flags_.memory, processes);
+  }
+
   Json summary;
-  summary["first_step"] = 1;
+  summary["first_step"] = steps_before_ + 1;
   summary["losses"] = losses;
   summary["grad_norms"] = to_doubles(grad_norms_);
   summary["eval"] = eval;
@@ -273,6 +334,44 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   summary["sample_ids_checksum"] =
       sample_ids_checksum(accelerator_.gather_object(Json{{"batches", own_ids}}));
   return summary;
+}
+
+Json Recorder::state_dict() const { return {{"steps", steps()}}; }
+
+void Recorder::load_state_dict(const Json& state) {
+  steps_before_ = state.at("steps").get<std::int64_t>();
+}
+
+Checkpoints::Checkpoints(accelerate::Accelerator& accelerator, const Flags& flags,
+                         Recorder& recorder)
+    : accelerator_(accelerator), flags_(flags), recorder_(recorder) {
+  accelerator_.register_for_checkpointing(recorder);
+  if (!flags_.checkpoint_dir.empty()) accelerator_.stop_on_signals({SIGTERM, SIGUSR1});
+  if (flags_.resume.empty()) return;
+  accelerator_.load_state(flags_.resume == "latest" ? "" : flags_.resume);
+  saved_at_ = recorder_.steps();
+}
+
+void Checkpoints::save() {
+  accelerator_.save_state();
+  saved_at_ = recorder_.steps();
+}
+
+bool Checkpoints::after_step() {
+  if (flags_.checkpoint_dir.empty()) return false;
+  const bool stop = accelerator_.stop_requested();
+  if (stop || (flags_.checkpoint_every > 0 && recorder_.steps() % flags_.checkpoint_every == 0))
+    save();
+  if (stop) {
+    accelerate::log::info(accelerate::text::concat("A signal came, so training stops after step ",
+                                                   recorder_.steps(),
+                                                   ", which was saved. Go on with --resume latest."));
+  }
+  return stop;
+}
+
+void Checkpoints::finish() {
+  if (!flags_.checkpoint_dir.empty() && saved_at_ != recorder_.steps()) save();
 }
 
 void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags,

@@ -4,6 +4,7 @@
 // trainer's own work, model, data and loop, is in its own file.
 
 #include <accelerate/accelerate.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>
 
 #include <chrono>
 #include <cstdint>
@@ -34,6 +35,11 @@ struct Flags {
   bool cpu = false;
   std::string data;
   std::string summary;
+  std::string memory;
+  std::string checkpoint_dir;
+  std::int64_t checkpoint_every = 0;  ///< 0: at the end only
+  std::int64_t checkpoint_limit = 0;  ///< 0: all are kept
+  std::string resume;
   std::int64_t workers = 0;
   bool quiet = false;
 
@@ -58,29 +64,65 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Flags& flags,
 /// and sample ids stay on their rank until `finish`.
 class Recorder {
  public:
-  Recorder(accelerate::Accelerator& accelerator, const Flags& flags);
+  /// `parameters` are the model's, so that the memory file knows theirs and their gradients' bytes.
+  Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
+           std::vector<at::Tensor> parameters);
 
-  /// One micro-batch: its mean loss and the ids of its samples.
+  /// What the program does from now on, for the memory file; nothing in particular if empty.
+  void phase(const std::string& name = {});
+
+  /// One micro-batch is done: its mean loss and the ids of its samples. Ends the phase.
   void micro_batch(const at::Tensor& loss, const at::Tensor& ids);
   /// One optimizer step, with the norm of the gradients before clipping.
   void step(const at::Tensor& grad_norm);
-  std::int64_t steps() const noexcept { return steps_; }
+  /// Steps since training began, in the runs before this one too.
+  std::int64_t steps() const noexcept { return steps_before_ + steps_; }
   /// "step 12/100 loss 0.412" for a progress bar; waits for the device.
   double last_loss() const;
 
-  /// Collective. The summary of the run, on every rank.
+  /// For checkpoints: how many steps were done.
+  accelerate::Json state_dict() const;
+  void load_state_dict(const accelerate::Json& state);
+
+  /// Collective. The summary of the run, on every rank. Writes the memory file, if one was asked
+  /// for.
   accelerate::Json finish(accelerate::PreparedModuleBase& model, const accelerate::Json& eval);
 
  private:
   accelerate::Accelerator& accelerator_;
   const Flags& flags_;
+  std::vector<at::Tensor> parameters_;
+  std::optional<accelerate::tracking::MemoryTracker> memory_;
+  std::unique_ptr<accelerate::tracking::MemoryTracker::Region> phase_;
   std::vector<at::Tensor> losses_;
   std::vector<at::Tensor> grad_norms_;
   std::vector<at::Tensor> ids_;
+  std::int64_t steps_before_ = 0;
   std::int64_t steps_ = 0;
   double seconds_to_first_step_ = 0.0;
   std::chrono::steady_clock::time_point first_step_end_;
   std::chrono::steady_clock::time_point last_step_end_;
+};
+
+/// Saves and resumes as the flags say.
+class Checkpoints {
+ public:
+  /// Resumes, if the flags say so: everything was prepared.
+  Checkpoints(accelerate::Accelerator& accelerator, const Flags& flags, Recorder& recorder);
+
+  /// Collective, after each step: saves when its turn has come. True when a signal asked the program
+  /// to stop: then the state was saved.
+  bool after_step();
+  /// Collective, after the last step: saves it.
+  void finish();
+
+ private:
+  void save();
+
+  accelerate::Accelerator& accelerator_;
+  const Flags& flags_;
+  Recorder& recorder_;
+  std::int64_t saved_at_ = 0;
 };
 
 /// Writes the summary on the main process, if a file was asked for.

@@ -32,9 +32,10 @@ StrategyChoice choose_strategy(const StrategyFacts& facts) {
     needed = (parameters + states) / n;
   }
   choice.why = text::concat(
-      "Strategy ", to_string(choice.kind), ": the module's parameters, gradients and Adam states are ",
-      bytes(parameters + states), " whole, ", n == 1 ? "" : text::concat(bytes(needed), " here, "),
-      "and ", bytes(static_cast<double>(facts.memory_bytes)), " are free for each of ", n,
+      "Strategy ", to_string(choice.kind),
+      ": the module's parameters, gradients and Adam states are ", bytes(parameters + states),
+      " whole, ", n == 1 ? "" : text::concat(bytes(needed), " here, "), "and ",
+      bytes(static_cast<double>(facts.memory_bytes)), " are free for each of ", n,
       n == 1 ? " process" : " processes",
       needed > share
           ? ". That is tight: use more processes, FsdpOptions::cpu_offload, or a smaller model."

@@ -56,8 +56,7 @@ c10::IValue cast_value(const c10::IValue& value, const Cast& cast) {
     return value.toTensor().defined() ? c10::IValue(cast(value.toTensor())) : value;
   if (value.isTuple()) {
     std::vector<c10::IValue> parts;
-    for (const auto& part : value.toTupleRef().elements())
-      parts.push_back(cast_value(part, cast));
+    for (const auto& part : value.toTupleRef().elements()) parts.push_back(cast_value(part, cast));
     return value.toTupleRef().type()->schema() != nullptr
                ? c10::IValue(c10::ivalue::Tuple::createNamed(
                      std::move(parts), value.toTupleRef().type()->expect<c10::TupleType>()))
@@ -76,8 +75,7 @@ c10::IValue cast_value(const c10::IValue& value, const Cast& cast) {
   if (value.isGenericDict()) {
     const auto& dictionary = value.toGenericDict();
     c10::impl::GenericDict parts(dictionary.keyType(), dictionary.valueType());
-    for (const auto& entry : dictionary)
-      parts.insert(entry.key(), cast_value(entry.value(), cast));
+    for (const auto& entry : dictionary) parts.insert(entry.key(), cast_value(entry.value(), cast));
     return parts;
   }
   return value;
@@ -99,8 +97,8 @@ c10::IValue PreparedModule<torch::jit::Module>::call(const std::string& method,
   const bool casts = pass.casts_outputs();
   pass.leave_autocast();
   if (casts) {
-    result = detail::cast_value(result,
-                                [&](const at::Tensor& output) { return pass.cast(output); });
+    result =
+        detail::cast_value(result, [&](const at::Tensor& output) { return pass.cast(output); });
   }
   std::vector<at::Tensor> outputs;
   if (pass.wants_outputs()) detail::collect_tensors(result, outputs);

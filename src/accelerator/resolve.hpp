@@ -14,6 +14,10 @@ struct ResolvedOptions {
   StrategyKind strategy = StrategyKind::automatic;
   GradientAccumulationOptions gradient_accumulation;
   FsdpOptions fsdp;
+  DdpOptions ddp;
+  GradScalerOptions grad_scaler;
+  /// What is applied of it is in the fields above; kept for the optimizer. May be null.
+  std::shared_ptr<const parallel::DeepSpeedConfig> deepspeed;
 };
 
 /// The one place where arguments, environment and configuration file meet: argument > environment >
@@ -23,11 +27,21 @@ struct ResolvedOptions {
 ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment,
                         const Json& file);
 
+/// The DeepSpeed configuration of `options`, or the one that the environment names, as Python's
+/// launcher does. Null when neither has one. Throws ConfigError as DeepSpeedConfig::read does.
+std::shared_ptr<const parallel::DeepSpeedConfig> read_deepspeed(const AcceleratorOptions& options,
+                                                                const Environment& environment);
+
+/// Puts the configuration's settings where they belong. Throws ConfigError, naming both, when an
+/// option says otherwise.
+void apply_deepspeed(const parallel::DeepSpeedConfig& config, const AcceleratorOptions& options,
+                     ResolvedOptions& resolved);
+
 /// zero1 to zero3 are FsdpOptions with a name; does nothing for the other strategies.
 void set_stage(StrategyKind strategy, FsdpOptions& fsdp);
 
-/// FsdpOptions from the original's FSDP_* variables and the object "fsdp" of the configuration file;
-/// nothing when neither asks for it.
+/// FsdpOptions from the original's FSDP_* variables and the object "fsdp" of the configuration
+/// file; nothing when neither asks for it.
 std::optional<FsdpOptions> resolve_fsdp(const Environment& environment, const Json& file);
 
 /// The configuration file named by `options` or the environment, or an empty object. Throws

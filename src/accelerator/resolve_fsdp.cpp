@@ -52,10 +52,9 @@ class Section {
   void refuse_unknown() const {
     for (const auto& [key, value] : values_) {
       if (known_.contains(key)) continue;
-      throw ConfigError(text::concat(where_.at(key), " is not known. Known are: ",
-                                     text::join(std::vector<std::string>(known_.begin(),
-                                                                         known_.end())),
-                                     "."));
+      throw ConfigError(
+          text::concat(where_.at(key), " is not known. Known are: ",
+                       text::join(std::vector<std::string>(known_.begin(), known_.end())), "."));
     }
   }
 

@@ -68,24 +68,6 @@ Backend backend_from_string(std::string_view name) {
       concat("\"", name, "\" is no backend. The backends are auto, gloo, mpi and nccl."));
 }
 
-WorldOptions& WorldOptions::read(const Environment& environment) {
-  const auto seconds = [&](const char* name, bool zero_allowed) -> std::optional<milliseconds> {
-    const auto value = environment.get_double(name);
-    if (!value) return std::nullopt;
-    if (!(*value > 0 || (zero_allowed && *value == 0)) || *value > 1e9) {
-      throw ConfigError(concat("The environment variable ", name, " is ", *value,
-                               ", and a number of seconds above 0 was expected."));
-    }
-    return milliseconds(static_cast<std::int64_t>(*value * 1e3 + 0.5));
-  };
-  if (const auto value = seconds("ACCELERATE_TIMEOUT", false)) timeout(*value);
-  if (const auto value = seconds("ACCELERATE_HEARTBEAT_TIMEOUT", true)) heartbeat_timeout(*value);
-  if (const auto value = environment.get("ACCELERATE_BACKEND"))
-    backend(backend_from_string(*value));
-  if (const auto value = environment.get_bool("ACCELERATE_DEBUG_MODE")) debug(*value);
-  return *this;
-}
-
 namespace {
 
 /// Refuses what cannot work before anybody is waited for.
@@ -95,7 +77,7 @@ void check_backend(Backend backend, const Topology& topology, const WorldOptions
                              options.device().str(),
                              ". Use a CUDA device, or the gloo or mpi backend."));
   }
-  if (backend == Backend::mpi) {
+  if (backend == Backend::mpi && topology.world_size > 1) {
     const auto place = mpi_place();
     if (place.rank != topology.rank || place.size != topology.world_size) {
       throw ConfigError(concat("The mpi backend was asked for, and to MPI this process is rank ",
@@ -267,12 +249,12 @@ void ignore_broken_pipes() {
 
 Group create_world(const Topology& topology, const WorldOptions& options) {
   const Backend backend = choose_backend(topology, options);
+  check_backend(backend, topology, options);
   if (topology.world_size == 1) {
     auto impl = std::make_shared<Group::Impl>();
     impl->name = "world";
     return Group(std::move(impl));
   }
-  check_backend(backend, topology, options);
   ignore_broken_pipes();
   const auto world = std::make_shared<World>(topology, options, backend);
   close_at_exit(world);

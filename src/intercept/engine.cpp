@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/core/memory_kind.hpp>
 #include <accelerate/intercept/engine.hpp>
 #include <intercept/quiet.hpp>
 
@@ -36,6 +37,7 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
     }
   }
   // Everything that can be refused has been; from here on the user's parameters change.
+  const MemoryKindScope kind(MemoryKind::parameters);
   for (const auto& unit : units_) {
     if (adopt) adopt(*unit, unit->flatten());
     unit->tag();
@@ -49,6 +51,7 @@ bool Engine::stays(const Entry& entry) const noexcept {
 }
 
 void Engine::start(Entry& entry, bool ahead) {
+  const MemoryKindScope kind(MemoryKind::parameters);
   const bool has_memory = entry.buffer.defined();
   entry.buffer = residency_.start_bring(*entry.unit, std::move(entry.buffer));
   entry.state = State::arriving;

@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/core/memory_kind.hpp>
 #include <accelerate/intercept/gradients.hpp>
 #include <intercept/quiet.hpp>
 
@@ -51,6 +52,8 @@ Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::Scala
       hook->gradients = this;
       hook->unit = u;
       hook->parameter = p;
+      // A frozen parameter may never have met autograd.
+      torch::autograd::impl::materialize_autograd_meta(parameters[p].parameter);
       hook->before = std::move(torch::autograd::impl::post_acc_grad_hooks(parameters[p].parameter));
       torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].parameter, std::move(hook));
     }
@@ -167,6 +170,7 @@ void Gradients::end_backward(int task) {
     if (reduce_) {
       while (next_given_ < order_.size()) give(static_cast<std::size_t>(order_[next_given_++]));
     }
+    const MemoryKindScope kind(MemoryKind::gradients);
     sink_.finish(reduce_);
   }
   engine_.end_pass();
@@ -176,6 +180,7 @@ void Gradients::open(std::size_t u) {
   UnitGradients& gradients = collected_[u].gradients;
   if (gradients.flat.defined()) return;
   const Unit& unit = *engine_.units()[u];
+  const MemoryKindScope kind(MemoryKind::gradients);
   gradients.flat =
       at::zeros({UnitGradients::part(unit) * unit.layout().parts},
                 at::TensorOptions(unit.device()).dtype(dtype_.value_or(unit.compute_dtype())));
@@ -200,6 +205,7 @@ void Gradients::give(std::size_t u) {
   collected.gradients.flat.view({unit.layout().parts, UnitGradients::part(unit)})
       .slice(1, unit.layout().part)
       .copy_(used);
+  const MemoryKindScope kind(MemoryKind::gradients);
   sink_.reduce(unit, std::move(collected.gradients));
   collected.gradients = {};
 }

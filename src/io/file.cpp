@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <utility>
 
 #include "io/system_error.hpp"
@@ -221,6 +222,42 @@ void rename_durably(const fs::path& from, const fs::path& to) {
     throw_system(error, to, "Could not rename ", from.string(), " to ", to.string());
   }
   sync_folder(folder_of(to));
+}
+
+namespace {
+
+fs::path previous_of(fs::path folder) { return folder += ".previous"; }
+
+}  // namespace
+
+void replace_folder(const fs::path& from, const fs::path& to) {
+  const fs::path previous = previous_of(to);
+  if (!fs::exists(to)) {
+    rename_durably(from, to);
+  } else {
+    int error = injected(faults::Operation::kRename, to);
+    if (error == 0 &&
+        ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) != 0) {
+      error = errno;
+    }
+    if (error == EINVAL || error == ENOSYS) {
+      delete_path(previous);
+      rename_durably(to, previous);
+      rename_durably(from, to);
+    } else if (error != 0) {
+      throw_system(error, to, "Could not put ", from.string(), " in the place of ", to.string());
+    } else {
+      sync_folder(folder_of(to));
+      delete_path(from);
+    }
+  }
+  if (fs::exists(previous)) delete_path(previous);
+}
+
+fs::path replaced_folder(const fs::path& folder) {
+  std::error_code ignored;
+  const fs::path previous = previous_of(folder);
+  return !fs::exists(folder, ignored) && fs::exists(previous, ignored) ? previous : folder;
 }
 
 void delete_path(const fs::path& path) {

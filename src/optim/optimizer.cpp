@@ -1,9 +1,12 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/core/memory_kind.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -67,8 +70,10 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   }
   skipped_.reset();
   at::Tensor result;
+  const MemoryKindScope kind(MemoryKind::optimizer_state);
   if (closure) {
     result = optimizer_->step([&] {
+      const MemoryKindScope its_own(MemoryKind::other);
       at::Tensor loss = closure();
       ready_gradients();
       return loss;
@@ -86,6 +91,14 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
 void OptimizerCore::ready_gradients() {
   for (const auto& strategy : strategies_) strategy->check_gradients();
   finish_gradients();
+  if (!max_norm_) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> norms;
+  for (const auto& strategy : strategies_) norms.push_back(strategy->grad_norm(2));
+  if (norms.empty()) return;
+  const at::Tensor norm = at::linalg_vector_norm(at::stack(norms), 2);
+  for (const auto& strategy : strategies_)
+    strategy->scale_gradients_(parallel::clip_factor(norm, *max_norm_));
 }
 
 at::Tensor OptimizerCore::step_scaled() {

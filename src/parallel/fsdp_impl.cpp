@@ -93,17 +93,20 @@ void Fsdp::Impl::announce(const comm::Group& group, const std::string& event) co
   for (std::size_t other = 1; other < events.size(); ++other) {
     if (events[other] == events[0]) continue;
     const auto& ranks = group.global_ranks();
-    throw ShardingError(text::concat(
-        "The ranks went different ways: rank ", ranks[0], " ", events[0], " while rank ",
-        ranks[other], " ", events[other],
-        ". Every rank must run the same modules in the same order; this rank is ",
-        ranks[static_cast<std::size_t>(group.rank())], "."));
+    throw ShardingError(
+        text::concat("The ranks went different ways: rank ", ranks[0], " ", events[0],
+                     " while rank ", ranks[other], " ", events[other],
+                     ". Every rank must run the same modules in the same order; this rank is ",
+                     ranks[static_cast<std::size_t>(group.rank())], "."));
   }
 }
 
 Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOptions given,
                  const comm::Group& group)
-    : name(std::move(strategy_name)), module(record), options(std::move(given)), world_rank(group.rank()) {
+    : name(std::move(strategy_name)),
+      module(record),
+      options(std::move(given)),
+      world_rank(group.rank()) {
   if (!options.reshard_after_forward().enabled || options.reshard_after_forward().group_size == 1) {
     auto& strategy = options.sharding_strategy();
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
@@ -206,10 +209,9 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
   reduce_group = group.split(group.rank() / size, group.rank(), "fsdp_reduce");
   replicate_group = group.split(group.rank() % size, group.rank(), "fsdp_replicate");
   const int share = options.reshard_after_forward().group_size;
-  if (share < 0 || (share > 0 && size % share != 0)) {
+  if (share < 0 || (share > 0 && share < size && size % share != 0)) {
     throw ShardingError(text::concat(
-        "FsdpOptions::reshard_after_forward is ", share,
-        " ranks, and it must divide the ", size,
+        "FsdpOptions::reshard_after_forward is ", share, " ranks, and it must divide the ", size,
         " ranks that a unit is sharded over. Use a divisor, true or false."));
   }
   if (share > 1 && share < size)
@@ -222,7 +224,12 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
   const std::int64_t length = unit.layout().part;
   const std::int64_t begin = gather_group.rank() * length;
   at::Tensor mine = flat.narrow(0, begin, length);
-  if (options.cpu_offload() && !mine.is_cpu()) {
+  const bool stays = options.sharding_strategy() == ShardingStrategy::shard_optimizer ||
+                     options.sharding_strategy() == ShardingStrategy::no_shard;
+  if (stays && !options.cpu_offload() && unit.compute_dtype() == unit.dtype() &&
+      flat.device() == unit.device()) {
+    part.whole = std::move(flat);
+  } else if (options.cpu_offload() && !mine.is_cpu()) {
     mine = mine.to(at::kCPU).pin_memory();
   } else if (gather_group.size() > 1) {
     mine = mine.clone();
@@ -248,8 +255,9 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
 at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   announce(gather_group, text::concat("gathers the unit '", unit.name(), "'"));
-  at::Tensor whole = reuse.defined()
-                         ? std::move(reuse)
+  at::Tensor whole = reuse.defined() ? std::move(reuse)
+                     : part.whole.defined()
+                         ? part.whole
                          : at::empty({unit.layout().total()},
                                      at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
   if (part.reshard.defined()) {

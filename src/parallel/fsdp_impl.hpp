@@ -20,6 +20,9 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     std::vector<at::Tensor> leaves;          // by parameter
     std::vector<std::int64_t> leaf_offsets;  // of each leaf in the shard
     comm::Work gather;
+    // Where the unit stays in memory for good in the shard's own dtype: its memory, of which the
+    // shard is a piece.
+    at::Tensor whole;
     // Between forward and backward, when reshard_after_forward names a number of ranks: this rank's
     // part of the unit over that group, in the compute dtype.
     at::Tensor reshard;

@@ -57,8 +57,8 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
   std::vector<NamedTensor> state;
   if (options.type() == StateDictType::local) {
     for (const auto& unit : impl_->engine->units())
-      state.push_back({flat_name(*unit),
-                       placed(impl_->parts[static_cast<std::size_t>(unit->index())].shard)});
+      state.push_back(
+          {flat_name(*unit), placed(impl_->parts[static_cast<std::size_t>(unit->index())].shard)});
   } else if (options.type() == StateDictType::sharded) {
     for (const ParameterShard& shard : shards()) state.push_back({shard.name, placed(shard.leaf)});
   } else {
@@ -73,8 +73,7 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
     if (!wanted) return {};
     for (const NamedTensor& entry : all_names(module_, module_.parameters())) {
       const auto found = whole.find(entry.tensor.unsafeGetTensorImpl());
-      state.push_back(
-          {entry.name, found != whole.end() ? found->second : placed(entry.tensor)});
+      state.push_back({entry.name, found != whole.end() ? found->second : placed(entry.tensor)});
     }
   }
   for (const NamedTensor& entry : all_names(module_, module_.buffers()))
@@ -102,8 +101,8 @@ void Fsdp::load_state_dict(const std::vector<NamedTensor>& state, const StateDic
     std::vector<NamedTensor> targets;
     if (options.type() == StateDictType::local) {
       for (const auto& unit : impl_->engine->units())
-        targets.push_back({flat_name(*unit),
-                           impl_->parts[static_cast<std::size_t>(unit->index())].shard});
+        targets.push_back(
+            {flat_name(*unit), impl_->parts[static_cast<std::size_t>(unit->index())].shard});
     } else {
       for (const ParameterShard& shard : shards()) targets.push_back({shard.name, shard.leaf});
     }

@@ -39,12 +39,13 @@ StateMatch::StateMatch(const std::vector<NamedTensor>& state,
     }
     const at::Tensor& target = found->second;
     if (!entry.tensor.defined() || entry.tensor.sizes() != target.sizes()) {
-      throw CheckpointError(text::concat(
-          "The state dict has '", entry.name, "' with shape [",
-          entry.tensor.defined() ? text::join(entry.tensor.sizes()) : std::string("undefined"),
-          "], and the module's has shape [", text::join(target.sizes()),
-          "]. It is the state of another model, or of another number of ranks."),
-                            /*path=*/"");
+      throw CheckpointError(
+          text::concat(
+              "The state dict has '", entry.name, "' with shape [",
+              entry.tensor.defined() ? text::join(entry.tensor.sizes()) : std::string("undefined"),
+              "], and the module's has shape [", text::join(target.sizes()),
+              "]. It is the state of another model, or of another number of ranks."),
+          /*path=*/"");
     }
     pairs_[target.unsafeGetTensorImpl()] = {target, entry.tensor};
   }
@@ -59,10 +60,10 @@ StateMatch::StateMatch(const std::vector<NamedTensor>& state,
   const auto list = [](const std::vector<std::string>& names) {
     return names.empty() ? std::string("none") : text::join(names, ", ", 20);
   };
-  throw CheckpointError(text::concat("The state dict is not that of this module. Missing: ",
-                                     list(missing), ". Unknown: ", list(unexpected),
-                                     ". Load the right one, or with strict off."),
-                        /*path=*/"");
+  throw CheckpointError(
+      text::concat("The state dict is not that of this module. Missing: ", list(missing),
+                   ". Unknown: ", list(unexpected), ". Load the right one, or with strict off."),
+      /*path=*/"");
 }
 
 at::Tensor StateMatch::take(const at::Tensor& target) {

@@ -22,7 +22,7 @@ ROOMS = {
     "precision": ["core", "comm", "intercept"],
     "parallel": ["core", "comm", "io", "precision", "intercept"],
     "data": ["core", "comm"],
-    "optim": ["core", "comm", "precision", "parallel:strategy"],
+    "optim": ["core", "comm", "io", "precision", "parallel:strategy"],
     "checkpoint": ["core", "comm", "io", "precision", "parallel", "data", "optim"],
     "big_model": [
         "core", "io", "intercept", "device_map",

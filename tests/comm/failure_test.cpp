@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -100,7 +101,15 @@ int rank_main(const std::string& name) {
     const auto environment = Environment::process();
     WorldOptions options;
     if (environment.get_bool("FAILURE_NCCL").value_or(false)) options.backend(Backend::nccl);
-    const Group world = create_world(detect_topology(environment), options.read(environment));
+    if (const auto name = environment.get("ACCELERATE_BACKEND"))
+      options.backend(backend_from_string(*name));
+    const auto milli = [](double seconds) { return milliseconds(std::lround(seconds * 1e3)); };
+    if (const auto seconds = environment.get_double("ACCELERATE_TIMEOUT"))
+      options.timeout(milli(*seconds));
+    if (const auto seconds = environment.get_double("ACCELERATE_HEARTBEAT_TIMEOUT"))
+      options.heartbeat_timeout(milli(*seconds));
+    options.debug(environment.get_bool("ACCELERATE_DEBUG_MODE").value_or(false));
+    const Group world = create_world(detect_topology(environment), options);
     play(name, world);
     std::cout << "DONE" << std::endl;
     return 0;

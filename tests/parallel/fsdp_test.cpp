@@ -6,6 +6,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/intercept/key.hpp>
+#include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/fsdp.hpp>
 
 #include <ATen/ATen.h>
@@ -20,6 +21,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <optional>
 #include <random>
 #include <thread>
@@ -460,6 +462,167 @@ TEST(Fsdp, IgnoredModulesAreLeftAlone) {
     EXPECT_TRUE(fsdp.optimizer_leaf(parameter.tensor).is_same(parameter.tensor));
   }
   fsdp.restore();
+}
+
+// What went over the whole world's groups in one step.
+std::map<std::string, comm::Traffic::Count> traffic_of_a_step(zoo::Specimen& specimen, Fsdp& fsdp) {
+  train_sharded(specimen, fsdp, 1, 1);  // records the trace
+  fsdp.reset_statistics();
+  world().reset_traffic();
+  train_sharded(specimen, fsdp, 1, 1);
+  return world().traffic().by_kind;
+}
+
+TEST(Fsdp, VolumesAreThoseOfTheStrategy) {
+  if (world().size() == 1) GTEST_SKIP() << "one process sends nothing";
+  using Kind = ShardingStrategy;
+  struct Expected {
+    Kind strategy;
+    int gathers_of_a_block;
+  };
+  // Blocks that come and go are gathered twice, less the last of the forward; the root once.
+  for (const auto& [strategy, gathers] :
+       {Expected{Kind::full_shard, 2}, Expected{Kind::shard_grad_op, 1},
+        Expected{Kind::shard_optimizer, 1}, Expected{Kind::no_shard, 0}}) {
+    zoo::Specimen specimen = zoo::make("tied", 3);
+    std::int64_t elements = 0;
+    for (const at::Tensor& parameter : parameters_of(specimen.record))
+      elements += parameter.numel();
+    Fsdp fsdp(specimen.record, FsdpOptions().sharding_strategy(strategy).prefetch_units(0),
+              world());
+    const auto units = fsdp.num_units();
+    auto traffic = traffic_of_a_step(specimen, fsdp);
+    const FsdpStatistics statistics = fsdp.statistics();
+    // The strategy's own count is what was sent, and without the padding the exact volume.
+    if (gathers == 0) {
+      EXPECT_EQ(traffic["all_gather"].calls, 0);
+      EXPECT_EQ(traffic["reduce_scatter"].calls, 0);
+      fsdp.restore();
+      continue;
+    }
+    EXPECT_EQ(traffic["all_gather"].bytes, statistics.gathered_bytes);
+    EXPECT_EQ(traffic["reduce_scatter"].bytes, statistics.reduced_bytes);
+    EXPECT_EQ(traffic["reduce_scatter"].calls, units);
+    EXPECT_EQ(statistics.reduced_parameter_bytes, 8 * elements);
+    const std::int64_t kept = gathers == 2 ? 2 : 0;  // the root, and the last block
+    EXPECT_EQ(traffic["all_gather"].calls, gathers * units - kept);
+    const std::int64_t block = (elements - 23 * 16 - 9 * 16) / 4;
+    const std::int64_t volume =
+        gathers == 2 ? 2 * elements - block - (elements - 4 * block) : elements;
+    EXPECT_EQ(statistics.gathered_parameter_bytes, 8 * volume);
+    fsdp.restore();
+  }
+  // Data parallelism: one all-reduce of all gradients, which on the wire is two volumes.
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  std::int64_t elements = 0;
+  for (const at::Tensor& parameter : parameters_of(specimen.record)) elements += parameter.numel();
+  Ddp ddp(specimen.record, world(), DdpOptions());
+  world().reset_traffic();
+  ddp.before_forward({});
+  const at::Tensor output = specimen.forward(specimen.input(2));
+  ddp.after_forward({}, {output});
+  zoo::loss_of(output).backward();
+  ddp.after_backward();
+  EXPECT_EQ(world().traffic().by_kind["all_reduce"].bytes, 8 * elements);
+}
+
+TEST(Fsdp, ReshardingOverASmallerGroupGathersThere) {
+  zoo::Specimen plain = zoo::make("tied", 3);
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  const int ranks = world().size();
+  if (ranks == 3) {
+    EXPECT_THROW(Fsdp(specimen.record, FsdpOptions().reshard_after_forward(2), world()),
+                 ShardingError);
+    return;
+  }
+  Fsdp fsdp(specimen.record, FsdpOptions().reshard_after_forward(2).prefetch_units(0), world());
+  expect_equal(train_sharded(specimen, fsdp, 5, kInTurns), train_plain(plain, 5, kInTurns), 1e-9);
+  if (ranks == 4) {
+    fsdp.reset_statistics();
+    train_sharded(specimen, fsdp, 1, 1);
+    // In backward blocks come from their neighbours: those bytes are not gathered from all.
+    const FsdpStatistics statistics = fsdp.statistics();
+    EXPECT_EQ(statistics.gathers, 2 * fsdp.num_units() - 2);
+    EXPECT_EQ(statistics.gathered_parameter_bytes, statistics.reduced_parameter_bytes);
+    train_plain(plain, 1, 1);
+  }
+  fsdp.restore();
+  expect_equal(specimen.record, plain.record, 1e-9);
+}
+
+TEST(Fsdp, PrefetchAfterTheGradientsOfAUnit) {
+  zoo::Specimen plain = zoo::make("tied", 3);
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  Fsdp fsdp(specimen.record, FsdpOptions().backward_prefetch(BackwardPrefetch::backward_post),
+            world());
+  expect_equal(train_sharded(specimen, fsdp, 4, 1), train_plain(plain, 4, 1), 1e-9);
+  fsdp.reset_statistics();
+  train_sharded(specimen, fsdp, 1, 1);
+  // Only the first block of the backward has nobody before it.
+  EXPECT_GE(fsdp.statistics().prefetched, fsdp.statistics().gathers - 1);
+  fsdp.restore();
+}
+
+TEST(Fsdp, DifferentWaysAreNamedOnEveryRank) {
+  if (world().size() == 1) GTEST_SKIP() << "one process goes one way";
+  auto net = std::make_shared<TwoHeads>();
+  Fsdp fsdp(ModuleRecord(net), FsdpOptions().unit_names({"a", "b"}).verify_control_flow(true),
+            world());
+  fsdp.before_forward({});
+  try {
+    net->forward(at::ones({2, 4}), world().rank() == 0).sum().backward();
+    FAIL() << "ranks used different units and nobody noticed";
+  } catch (const ShardingError& error) {
+    const std::string what = error.what();
+    EXPECT_NE(what.find("'a'"), std::string::npos) << what;
+    EXPECT_NE(what.find("'b'"), std::string::npos) << what;
+  }
+  world().barrier();
+}
+
+TEST(Fsdp, StateDictsOfEveryTypeComeBack) {
+  for (const StateDictType type :
+       {StateDictType::full, StateDictType::sharded, StateDictType::local}) {
+    zoo::Specimen specimen = zoo::make("tied", 3);
+    zoo::Specimen plain = zoo::make("tied", 3);
+    Fsdp fsdp(specimen.record, FsdpOptions(), world());
+    train_sharded(specimen, fsdp, 2, 1);
+    train_plain(plain, 2, 1);
+    const auto options = StateDictOptions().type(type).offload_to_cpu(true);
+    const auto state = fsdp.state_dict(options);
+    if (type == StateDictType::full) {
+      Strategy whole(plain.record);
+      const auto expected = whole.state_dict();
+      ASSERT_EQ(state.size(), expected.size()) << "a tied tensor has each of its names";
+      for (std::size_t i = 0; i < state.size(); ++i) {
+        EXPECT_EQ(state[i].name, expected[i].name);
+        EXPECT_TRUE(at::allclose(state[i].tensor, expected[i].tensor, 0, 1e-9)) << state[i].name;
+      }
+      const bool first = world().rank() == 0;
+      EXPECT_EQ(fsdp.state_dict(StateDictOptions().rank0_only(true)).empty(), !first);
+    }
+    train_sharded(specimen, fsdp, 3, 1);
+    fsdp.load_state_dict(state, options);
+    // The values count from the very next forward on.
+    fsdp.before_forward({.grad_enabled = true, .sync = true});
+    torch::manual_seed(5);
+    const at::Tensor input = specimen.input(2);
+    torch::manual_seed(6);
+    const at::Tensor output = specimen.forward(input);
+    torch::manual_seed(6);
+    EXPECT_TRUE(at::allclose(output, plain.forward(input), 0, 1e-9));
+    zoo::loss_of(output).backward();
+    fsdp.after_zero_grad();
+
+    auto wrong = state;
+    wrong.front().name = "nobody";
+    EXPECT_THROW(fsdp.load_state_dict(wrong, options), CheckpointError);
+    wrong = state;
+    wrong.front().tensor = at::ones({1, 2, 3});
+    EXPECT_THROW(fsdp.load_state_dict(wrong, options, /*strict=*/false), CheckpointError);
+    fsdp.restore();
+    expect_equal(specimen.record, plain.record, 1e-9);
+  }
 }
 
 TEST(Fsdp, MisuseIsNamedOnEveryRank) {

@@ -124,6 +124,7 @@ class Refusals(unittest.TestCase):
         self.refused([*image, "--clip-norm", "nan"], "--clip-norm", "nan")
         self.refused([*image, "--epochs", "99999999999999999999"], "--epochs")
         self.refused([*image, "--strategy", "none"], "--strategy", "none", "ddp")
+        self.refused([*image, "--backend", "nccl"], "nccl", "cpu", "gloo")
         self.refused([*image, "--layers", "2"], "--layers")
         self.refused(support.trainer("language_model", "--width", 17), "17", "16")
 

@@ -2,11 +2,12 @@
 
     trainers_test.py gloo     ranks started by accelerate-cpp launch, against the single process
     trainers_test.py mpi      ranks started by mpirun, against the single process
+    trainers_test.py sharded  fsdp and zero1 to zero3 on one to four ranks, against the single process
     trainers_test.py python   one and two processes, against Python Accelerate
 
-Each run takes 50 steps, past the end of an epoch. A deviation is |a - b| / min(1, |b|), the larger of the absolute and the
+Each run takes 50 steps (sharded ones 30), past the end of an epoch. A deviation is |a - b| / min(1, |b|), the larger of the absolute and the
 relative one; the largest over all steps is bounded: 1e-9 in float64, 1e-4 in float32, 2e-2 in bf16, and 1e-4 in bf16 against
-one process that cuts its batches alike. Losses, norms of the gradients before clipping, the held-out loss and the norm of the
+one process that cuts its batches alike; norms of sharded gradients in bf16 5e-2. Losses, norms of the gradients before clipping, the held-out loss and the norm of the
 final parameters are compared, and the samples of every step must be the same ones. A covering choice of cases runs unless
 ACCELERATE_TEST_FULL=1 asks for all of them.
 """
@@ -34,7 +35,12 @@ MODEL = {"image_classifier": [], "language_model": ["--layers", 1, "--width", 32
 SAMPLES = {"image_classifier": 1438, "language_model": 26 * 16 + 15}  # 44 and 26 steps an epoch
 # Python Accelerate drops only the last incomplete batch of all ranks, not the incomplete step, so against it fewer remain.
 SAMPLES_PYTHON = {"image_classifier": 12 * 32 + 6, "language_model": 26 * 16 + 2}
+SHARDED = ("fsdp", "zero1", "zero2", "zero3")
 EPOCHS = {"image_classifier": 5, "language_model": 2}
+# The sharded suite divides its batch by up to four ranks, three too, and four micro-batches.
+SHARDED_STEPS = 30
+SHARDED_BATCH = {"image_classifier": 48, "language_model": 48}
+SHARDED_EPOCHS = {"image_classifier": 5, "language_model": 4}
 
 # The clipping bounds lie among the norms that these runs have, so that some steps are clipped and some are not.
 RECIPES = {
@@ -61,12 +67,13 @@ class Case:
     world: int = 1
     accumulation: int = 1
     extra: tuple = ()
+    strategy: str = "auto"
 
     @property
     def reference(self):
         """The same training by one process in one batch a step; in the same micro-batches where `exact_micro_batches`."""
         accumulation = self.world * self.accumulation if self.exact_micro_batches else 1
-        return dataclasses.replace(self, world=1, accumulation=accumulation, extra=())
+        return dataclasses.replace(self, world=1, accumulation=accumulation, extra=(), strategy="auto")
 
     @property
     def exact_micro_batches(self):
@@ -78,18 +85,23 @@ class Case:
     def bound(self):
         return BOUNDS["float32" if self.exact_micro_batches else self.precision]
 
+    @property
+    def norm_bound(self):
+        # Shards are gathered in bf16, so an embedding's gradient, a sum over every use of a row, is added up in bf16.
+        return 5e-2 if self.precision == "bf16" and self.strategy != "auto" else self.bound
+
     def flags(self, data):
         precision = ["--mixed-precision", "bf16"] if self.precision == "bf16" else ["--dtype", self.precision]
         batch = GLOBAL_BATCH[self.trainer] // (self.world * self.accumulation)
         flags = [*MODEL[self.trainer], *precision, *RECIPES[self.trainer][self.recipe], "--batch-size", batch,
-                 "--gradient-accumulation-steps", self.accumulation, "--max-steps", STEPS,
+                 "--gradient-accumulation-steps", self.accumulation, "--max-steps", STEPS, "--strategy", self.strategy,
                  "--epochs", EPOCHS[self.trainer], "--data", data, *self.extra]
         pairs = dict(zip(flags[::2], flags[1::2], strict=True))  # of a flag given twice, the last counts
         return [text for pair in pairs.items() for text in map(str, pair)]
 
     def __str__(self):
         layout = f"{self.world} x {self.accumulation}"
-        return f"{self.trainer:16} {self.precision:8} {self.recipe:10} {layout:6} {' '.join(map(str, self.extra)):14}"
+        return f"{self.trainer:16} {self.precision:8} {self.recipe:10} {layout:6} {' '.join(map(str, self.extra)) or self.strategy:14}"
 
 
 def deviation(ours, theirs):
@@ -117,7 +129,8 @@ class Table:
             "held-out loss": deviation([summary["eval"]["loss"]], [reference["eval"]["loss"]]),
             "norm of the weights": deviation([summary["parameter_norm"]], [reference["parameter_norm"]]),
         }
-        wrong = [f"{name} deviate by {value:.2e}" for name, value in found.items() if not value <= bound]
+        bounds = {"gradient norms": case.norm_bound}
+        wrong = [f"{name} deviate by {value:.2e}" for name, value in found.items() if not value <= bounds.get(name, bound)]
         if case.precision == "float64" and summary["eval"].get("accuracy") != reference["eval"].get("accuracy"):
             wrong.append(f"the accuracy is {summary['eval'].get('accuracy')} and not {reference['eval'].get('accuracy')}")
         expected = {
@@ -223,6 +236,43 @@ def against_single(trainers, table, backend):
         table.check(f"{case} {backend:12} run twice: parameters {first}", "" if first == again else f"the second time {again}")
 
 
+def sharded_cases():
+    layouts = [*itertools.product((1, 2, 3, 4), (1, 4))]
+    if FULL:
+        for trainer, strategy, (world, accumulation) in itertools.product(support.TRAINERS, SHARDED, layouts):
+            for precision, recipe in (("float64", "adamw"), ("float64", "sgd+clip"), ("float32", "adamw"), ("bf16", "adamw")):
+                yield Case(trainer, precision, recipe, world, accumulation, (), strategy)
+        return
+    # Every strategy on every number of processes, every precision and accumulation with every strategy, each pair once.
+    precisions = (("float64", "sgd+clip"), ("bf16", "adamw"), ("float32", "adamw"), ("float64", "adamw+clip"))
+    for index, strategy in enumerate(SHARDED):
+        for world in (1, 2, 3, 4):
+            trainer = support.TRAINERS[(index + world) % 2]
+            precision, recipe = precisions[(index + world) % 4]
+            yield Case(trainer, precision, recipe, world, (1, 4)[(index + world // 2) % 2], (), strategy)
+    for trainer in support.TRAINERS:
+        yield Case(trainer, "float64", "sgd+clip", 2, 4, (), "fsdp")
+        yield Case(trainer, "bf16", "adamw", 2, 1, (), "fsdp")
+
+
+def sharded(trainers, table):
+    checksums = {}
+    for case in sharded_cases():
+        summary, seconds = trainers.run(case, "gloo" if case.world > 1 else "none")
+        if summary["strategy"] != case.strategy:
+            table.check(str(case), f"the strategy was {summary['strategy']}")
+        table.compare(case, "single", summary, trainers.single(case), seconds)
+        if case.precision == "bf16":
+            table.compare(case, "single fp32", summary, trainers.single(dataclasses.replace(case, precision="float32")), seconds)
+        checksums[case] = summary["parameter_checksum"]
+    # fsdp and zero3 are one thing under two names.
+    for case in [case for case in checksums if case.strategy == "fsdp"]:
+        other = dataclasses.replace(case, strategy="zero3")
+        if other not in checksums:
+            checksums[other] = trainers.run(other, "gloo" if case.world > 1 else "none")[0]["parameter_checksum"]
+        table.check(f"{case} is zero3 bit for bit", "" if checksums[case] == checksums[other] else "it is not")
+
+
 def controls(trainers, table):
     """What the comparisons are worth: that they see a small change, and that the runs have what they are to show."""
     case = Case("image_classifier", "float64", "adamw")
@@ -280,6 +330,9 @@ def against_python(trainers, table):
 
 
 def main(suite):
+    global STEPS, GLOBAL_BATCH, EPOCHS
+    if suite == "sharded":
+        STEPS, GLOBAL_BATCH, EPOCHS = SHARDED_STEPS, SHARDED_BATCH, SHARDED_EPOCHS
     if suite == "python" and not support.has_python_accelerate():
         print(f"SKIPPED: {sys.executable} has no accelerate to compare with. pip install accelerate")
         return SKIPPED
@@ -288,6 +341,8 @@ def main(suite):
         trainers = Trainers(folder, SAMPLES_PYTHON if suite == "python" else SAMPLES)
         if suite == "python":
             against_python(trainers, table)
+        elif suite == "sharded":
+            sharded(trainers, table)
         else:
             against_single(trainers, table, suite)
         if suite == "gloo":
@@ -297,6 +352,6 @@ def main(suite):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in ("gloo", "mpi", "python"):
+    if len(sys.argv) != 2 or sys.argv[1] not in ("gloo", "mpi", "sharded", "python"):
         sys.exit(__doc__)
     sys.exit(main(sys.argv[1]))

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/accelerator/checkpointing.hpp>
 #include <accelerate/accelerator/collect.hpp>
 #include <accelerate/accelerator/options.hpp>
 #include <accelerate/accelerator/prepare.hpp>
@@ -7,6 +8,7 @@
 #include <accelerate/accelerator/profile.hpp>
 #include <accelerate/accelerator/split.hpp>
 #include <accelerate/base/json.hpp>
+#include <accelerate/base/signals.hpp>
 #include <accelerate/comm/collectives.hpp>
 #include <accelerate/core/tree.hpp>
 #include <accelerate/data/loader.hpp>
@@ -17,6 +19,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <filesystem>
 #include <functional>
 #include <iosfwd>
 #include <memory>
@@ -181,6 +184,58 @@ class Accelerator {
     return accelerate::split_between(inputs, process_index(), num_processes(), apply_padding);
   }
 
+  /// Collective. Saves everything a resumed run needs to go on exactly: modules, optimizers,
+  /// schedulers, the gradient scaler, where the loaders stand, the random number generators of every
+  /// process, and registered objects. The folder (by default the next of automatic naming) gets its
+  /// name when all of it is written and on the disk; a checkpoint that was there is replaced then,
+  /// and stays when something fails. Returns the folder. Call it after `optimizer.step()`. Throws
+  /// CheckpointError on every process when one could not save. See docs/checkpoints.md.
+  std::filesystem::path save_state(const std::filesystem::path& folder = {},
+                                   const SaveStateOptions& options = {}) {
+    return checkpointing_->save(folder, options, prepared());
+  }
+  /// Collective. Loads what `save_state` saved, on any number of processes and with any strategy, by
+  /// default the newest of automatic naming; and the model and optimizer of a folder that Python
+  /// Accelerate saved. Call it after `prepare`. Throws CheckpointError on every process, before
+  /// anything was changed, when the checkpoint is incomplete or damaged or that of another program.
+  /// Returns the folder.
+  std::filesystem::path load_state(const std::filesystem::path& folder = {},
+                                   const LoadStateOptions& options = {}) {
+    return checkpointing_->load(folder, options, prepared());
+  }
+  /// Waits for an asynchronous `save_state`, and throws if it failed; so do the next `save_state` and
+  /// `load_state`.
+  void wait_for_checkpoint() { checkpointing_->wait(); }
+  /// How far an asynchronous `save_state` has come.
+  SaveProgress save_progress() const { return checkpointing_->progress(); }
+  /// Objects whose state is to be saved and loaded too. Lvalues are referenced and must outlive this
+  /// Accelerator; shared_ptrs are held. In the same order in the program that loads.
+  template <class... T>
+  void register_for_checkpointing(T&&... objects);
+  /// Called on every process before `save_state` writes, with the folder in which files can be put.
+  HookHandle register_save_state_pre_hook(StateHook hook) {
+    return checkpointing_->add_save_hook(std::move(hook));
+  }
+  /// Called on every process when `load_state` has verified a checkpoint and not yet used it.
+  HookHandle register_load_state_pre_hook(StateHook hook) {
+    return checkpointing_->add_load_hook(std::move(hook));
+  }
+  /// Collective. Writes the whole model, in its parameters' dtype, as safetensors files of at most
+  /// `max_shard_size` that Python reads: `model.safetensors`, or several and an index. Files of an
+  /// earlier save are replaced. `safe_serialization` off: one file `pytorch_model.bin`. Returns the
+  /// names of the files, on every process.
+  std::vector<std::string> save_model(PreparedModuleBase& model,
+                                      const std::filesystem::path& folder,
+                                      const std::string& max_shard_size = "10GB",
+                                      bool safe_serialization = true) const;
+
+  /// From now on these signals (SIGTERM, or what a batch system sends before the end) no longer end
+  /// the process but make `stop_requested()` true.
+  void stop_on_signals(const std::vector<int>& signals);
+  /// Collective, once signals were named. True on every rank when any of them got one: save and end
+  /// the program, with `kStoppedExitCode`.
+  bool stop_requested() const;
+
   /// Mixed precision as in a prepared forward, for code outside of it.
   AutocastScope autocast() const;
   /// Runs `work` under LibTorch's profiler, writes each process' trace if a folder was named, and
@@ -205,6 +260,11 @@ class Accelerator {
   /// How modules are spread. `automatic` until the first module that is trained has been prepared.
   StrategyKind strategy() const noexcept { return strategy_; }
   const AcceleratorOptions& options() const noexcept { return options_; }
+  /// The DeepSpeed configuration that is in force, for `optim::make_optimizer` and
+  /// `optim::make_schedule`; null when there is none.
+  const std::shared_ptr<const parallel::DeepSpeedConfig>& deepspeed() const noexcept {
+    return deepspeed_;
+  }
   /// The gradient scaler of fp16; null otherwise.
   const std::shared_ptr<GradScaler>& scaler() const noexcept { return scaler_; }
 
@@ -254,6 +314,8 @@ class Accelerator {
   /// afterwards.
   void end_training();
 
+  /// Keeps what checkpoints consist of.
+  detail::Checkpointing& checkpointing() const noexcept { return *checkpointing_; }
   /// What `prepare` uses for one object of each kind; public for code that prepares by hand.
   std::shared_ptr<detail::PreparedModuleCore> adapt_module(ModuleRecord record,
                                                            const void* identity,
@@ -273,6 +335,7 @@ class Accelerator {
             const std::shared_ptr<detail::PreparedModuleCore>& module);
   void join(const std::vector<std::shared_ptr<detail::PreparedModuleCore>>& modules,
             const std::function<void()>& loop);
+  detail::Prepared prepared() const;
   static void print_line(const std::string& line);
 
   AcceleratorOptions options_;
@@ -280,9 +343,13 @@ class Accelerator {
   MixedPrecision mixed_precision_ = MixedPrecision::no;
   StrategyKind strategy_ = StrategyKind::single;
   FsdpOptions fsdp_;
+  DdpOptions ddp_;
+  std::shared_ptr<const parallel::DeepSpeedConfig> deepspeed_;
   std::shared_ptr<GradientState> gradient_state_;
   std::shared_ptr<GradScaler> scaler_;
   std::shared_ptr<LoaderObserver> loader_observer_;
+  std::unique_ptr<detail::Checkpointing> checkpointing_;
+  std::unique_ptr<SignalWatch> signals_;
   bool trigger_ = false;
 
   struct ModuleEntry {
@@ -338,6 +405,14 @@ auto Accelerator::prepare_for_evaluation(M&& module) {
                 "prepare_for_evaluation() takes a module.");
   return detail::Prepare<detail::Kind::module>::run(*this, std::forward<M>(module),
                                                     /*evaluation_mode=*/true);
+}
+
+template <class... T>
+void Accelerator::register_for_checkpointing(T&&... objects) {
+  static_assert((Checkpointable<detail::held_t<T>> && ...),
+                "register_for_checkpointing() takes objects with state_dict() and load_state_dict(), "
+                "of JSON or of named tensors.");
+  (checkpointing_->add_object(detail::stateful(detail::hold(std::forward<T>(objects)))), ...);
 }
 
 template <class... Arguments>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/accelerator/checkpointing.hpp>
 #include <accelerate/accelerator/prepared_module.hpp>
 #include <accelerate/data/loader.hpp>
 #include <accelerate/optim/optimizer.hpp>
@@ -152,8 +153,10 @@ struct Prepare<Kind::scheduler> {
       auto scheduler = hold(std::forward<T>(object));
       const torch::optim::Optimizer* optimizer = nullptr;
       if constexpr (requires { scheduler->optimizer(); }) optimizer = &scheduler->optimizer();
-      return PreparedScheduler<held_t<T>>(std::move(scheduler),
-                                          accelerator.adapt_scheduler(optimizer));
+      PreparedScheduler<held_t<T>> prepared(std::move(scheduler),
+                                            accelerator.adapt_scheduler(optimizer));
+      accelerator.checkpointing().add_scheduler(stateful_scheduler(prepared));
+      return prepared;
     }
   }
 };
@@ -165,7 +168,9 @@ struct Prepare<Kind::loader> {
     if constexpr (IsPreparedLoader<std::remove_cvref_t<T>>::value) {
       return std::remove_cvref_t<T>(object);
     } else {
-      return data::prepare_loader(std::forward<T>(object), accelerator.loader_context());
+      auto prepared = data::prepare_loader(std::forward<T>(object), accelerator.loader_context());
+      accelerator.checkpointing().add_loader(prepared.core());
+      return prepared;
     }
   }
 };

@@ -139,6 +139,10 @@ class PreparedModuleBase {
 /// copies share one module. `M` is the class with the forward, for example `NetImpl`.
 template <class M>
 class PreparedModule : public PreparedModuleBase {
+  static_assert(!std::is_same_v<M, torch::jit::Module>,
+                "To prepare a TorchScript module, include "
+                "<accelerate/accelerator/prepared_script_module.hpp>.");
+
  public:
   PreparedModule(std::shared_ptr<M> module, std::shared_ptr<detail::PreparedModuleCore> core)
       : PreparedModuleBase(std::move(core)), module_(std::move(module)) {}

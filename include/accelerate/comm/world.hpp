@@ -1,6 +1,5 @@
 #pragma once
 
-#include <accelerate/base/environment.hpp>
 #include <accelerate/base/topology.hpp>
 #include <accelerate/comm/group.hpp>
 
@@ -53,10 +52,6 @@ class WorldOptions {
   WorldOptions& device(c10::Device value) { return device_ = value, *this; }
   c10::Device device() const noexcept { return device_; }
 
-  /// The options with ACCELERATE_TIMEOUT and ACCELERATE_HEARTBEAT_TIMEOUT (both in seconds),
-  /// ACCELERATE_BACKEND and ACCELERATE_DEBUG_MODE put in where they are set. Throws ConfigError.
-  WorldOptions& read(const Environment& environment);
-
  private:
   Backend backend_ = Backend::automatic;
   std::optional<std::chrono::milliseconds> timeout_;
@@ -68,8 +63,8 @@ class WorldOptions {
 /// Joins this process to the others of its run and gives the group of all of them. Returns when all
 /// have come; a group of one returns at once, without store, thread or network.
 ///
-/// With several processes SIGPIPE is ignored from here on, unless the program handles it: a write to a
-/// process that died is to be an error that names it, not the end of this one.
+/// With several processes SIGPIPE is ignored from here on, unless the program handles it: a write
+/// to a process that died is to be an error that names it, not the end of this one.
 ///
 /// Throws ConfigError for what cannot work (NCCL without CUDA, a port that is taken), TimeoutError
 /// that names the ranks that did not come, DistributedError otherwise.

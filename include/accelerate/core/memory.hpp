@@ -18,8 +18,8 @@ namespace accelerate {
 /// Gives memory that LibTorch's device allocators keep for reuse back to the devices.
 void empty_device_cache();
 
-/// Free memory in bytes: a GPU's own; of the host, what the kernel says can be had without swapping,
-/// and no more than the limit of this process' control group leaves.
+/// Free memory in bytes: a GPU's own; of the host, what the kernel says can be had without
+/// swapping, and no more than the limit of this process' control group leaves.
 std::int64_t available_memory(at::Device device);
 
 /// Lets go of everything given (tensors, modules, optimizers in smart pointers, containers) by

@@ -61,9 +61,9 @@ class FsdpOptions {
  public:
   /// Default: full_shard.
   TORCH_ARG(ShardingStrategy, sharding_strategy) = ShardingStrategy::full_shard;
-  /// Whether a unit's parameters are given up after forward and gathered again for backward: a bool,
-  /// or the number of ranks that share them in between. False makes shard_grad_op of full_shard.
-  /// Default: true.
+  /// Whether a unit's parameters are given up after forward and gathered again for backward: a
+  /// bool, or the number of ranks that share them in between. False makes shard_grad_op of
+  /// full_shard. Default: true.
   TORCH_ARG(ReshardAfterForward, reshard_after_forward) = true;
   /// Default: everything in the module's own dtype.
   TORCH_ARG(MixedPrecisionPolicy, mixed_precision);
@@ -95,9 +95,9 @@ class FsdpOptions {
   /// Whether the micro-batches that do not synchronise are reduced all the same, and added up in
   /// the shards: more communication, and no memory for whole gradients. Default: false.
   TORCH_ARG(bool, reduce_every_backward) = false;
-  /// Before each gather and reduction, check that all ranks are at the same unit: programs that went
-  /// different ways get an error that names the units on every rank, and no hang. A small exchange
-  /// each. The Accelerator's debug mode switches it on. Default: false.
+  /// Before each gather and reduction, check that all ranks are at the same unit: programs that
+  /// went different ways get an error that names the units on every rank, and no hang. A small
+  /// exchange each. The Accelerator's debug mode switches it on. Default: false.
   TORCH_ARG(bool, verify_control_flow) = false;
   /// Ranks of one sharding group in the hybrid strategies; it must divide the number of ranks. 0:
   /// the ranks of one machine. Default: 0.

@@ -41,8 +41,8 @@ enum class StateDictType {
   full,     ///< every parameter and buffer whole
   sharded,  ///< this rank's part of each parameter (see Strategy::shards for where it lies), and
             ///< every buffer whole
-  local     ///< as it is stored on this rank: one flat tensor a unit, and every buffer whole. Of use
-            ///< only to the same module under the same strategy on as many ranks
+  local  ///< as it is stored on this rank: one flat tensor a unit, and every buffer whole. Of use
+         ///< only to the same module under the same strategy on as many ranks
 };
 
 struct StateDictOptions {
@@ -125,5 +125,9 @@ class Strategy {
 
   ModuleRecord module_;
 };
+
+/// What gradients of this norm are multiplied by so that it is at most `max_norm`; as
+/// torch.nn.utils.clip_grad_norm_.
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm);
 
 }  // namespace accelerate::parallel

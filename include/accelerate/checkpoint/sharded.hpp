@@ -1,0 +1,160 @@
+#pragma once
+
+#include <accelerate/base/json.hpp>
+#include <accelerate/checkpoint/py_value.hpp>
+#include <accelerate/comm/group.hpp>
+#include <accelerate/core/module.hpp>
+#include <accelerate/io/manifest.hpp>
+#include <accelerate/parallel/strategy.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+/// Checkpoints that every process writes its own part of, and that any number of processes read the
+/// parts they need of.
+namespace accelerate::checkpoint {
+
+/// A tensor, or the consecutive elements of it that this process has.
+struct TensorPart {
+  std::string name;
+  /// Of the whole tensor.
+  std::vector<std::int64_t> shape;
+  /// Its dimensions from the slowest to the fastest, in the order in which elements are counted;
+  /// empty for row-major order.
+  std::vector<std::int64_t> order;
+  /// The first element, and how many.
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  /// They: of `shape` where they are the whole tensor, else of any shape, in the order of the
+  /// elements.
+  at::Tensor data;
+  /// Other processes may have it with other values (a buffer): the first one's are saved.
+  bool of_first_process = false;
+
+  bool is_whole() const noexcept;
+};
+
+/// Tensors that are saved together: a model's, or an optimizer's. Where no process has only a part,
+/// they lie in one file `name`.safetensors, as other programs read it.
+struct TensorGroup {
+  std::string name;
+  std::vector<TensorPart> parts;
+  /// Other names of a tensor.
+  std::map<std::string, std::string> aliases;
+  /// If given, the one file is `name`.bin, with this value of the tensors (contiguous, on the host,
+  /// one storage each), as Python's torch.save would write it.
+  std::function<PyValue(const std::vector<TensorPart>& parts)> python = nullptr;
+};
+
+/// A whole tensor.
+TensorPart whole_part(std::string name, const at::Tensor& tensor);
+/// What `shard` is of its parameter, with `data` (the leaf, or a state of the optimizer that is
+/// shaped like it) for its elements. Shares memory with `data`.
+TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data);
+/// What this process has of a module: its parts of the parameters, and the buffers.
+TensorGroup module_group(const parallel::Strategy& strategy, std::string name);
+
+/// One checkpoint being saved. Construct it, `add` what it has, `plan`, perhaps `take_snapshot`, then
+/// `write`.
+class Save {
+ public:
+  /// A folder of the name `folder` is replaced when the checkpoint is complete, and not before;
+  /// until then it is written to `.NAME.partial` beside it. Throws CheckpointError when what is
+  /// there is a file, or a folder with something else in it than a checkpoint.
+  Save(comm::Group group, std::filesystem::path folder);
+
+  void add(TensorGroup tensors);
+  /// A small file. Each is added by one process, or by several with equal contents.
+  void add_file(std::string name, std::string contents);
+  /// What the manifest says besides. Of the first process.
+  void set_about(Json about);
+
+  /// Collective. Decides who writes what, and makes the partial folder. Throws CheckpointError on
+  /// every process when one cannot.
+  void plan();
+  /// Where files can be put between `plan` and `write` that are to be part of the checkpoint.
+  const std::filesystem::path& partial_folder() const noexcept { return partial_; }
+  /// Copies what this process writes to host memory, so that it may change from now on.
+  void take_snapshot();
+  /// Collective over `group`, which has the members of the constructor's. Writes, syncs and checks
+  /// the files, and gives the folder its name. Throws on every process when one failed; then what
+  /// was there before is as it was. May run in another thread.
+  void write(const comm::Group& group);
+
+  const std::filesystem::path& folder() const noexcept { return folder_; }
+  /// Bytes of tensors that this process writes, and has written.
+  std::uint64_t total_bytes() const noexcept { return total_bytes_; }
+  std::uint64_t written_bytes() const noexcept { return written_bytes_; }
+
+ private:
+  struct OutFile {
+    std::string name;
+    std::size_t group = 0;
+    std::vector<TensorPart> parts;
+  };
+  void write_tensors(const OutFile& file, Json& report);
+  void write_python(const OutFile& file, Json& report);
+  void write_text(const std::string& name, const std::string& contents, Json& report);
+  void complete(const std::vector<std::string>& reports);
+
+  comm::Group group_;
+  std::filesystem::path folder_;
+  std::filesystem::path partial_;
+  std::vector<TensorGroup> groups_;
+  std::map<std::string, std::string> texts_;
+  Json about_ = Json::object();
+  std::vector<OutFile> mine_;
+  std::uint64_t total_bytes_ = 0;
+  std::atomic<std::uint64_t> written_bytes_{0};
+};
+
+/// One checkpoint being loaded. Construct it, `want` what this process needs, `verify`, and only
+/// then `read`.
+class Load {
+ public:
+  /// Collective. Reads the list of what there is. Throws CheckpointError on every process when it
+  /// is missing or damaged on one.
+  Load(comm::Group group, const std::filesystem::path& folder);
+
+  const io::Manifest& manifest() const noexcept { return manifest_; }
+  const std::filesystem::path& folder() const noexcept { return folder_; }
+  /// Notes that the elements of `part.data` are to be read from the tensor of `part.name`. Throws
+  /// CheckpointError when there is no such tensor or its shape is another.
+  void want(std::string_view group, TensorPart part);
+  /// Throws CheckpointError with all differences in its message when a wanted group has other
+  /// shapes, and with `strict` when it has other names, than `group`. Otherwise wants what both
+  /// have.
+  void want_all(const TensorGroup& group, bool strict);
+
+  /// Collective. Every file is as it was written, each byte checked by a process that needs it:
+  /// throws CheckpointError on every process when one byte is not.
+  void verify();
+  /// A small file, verified. Throws CheckpointError when it is not there or damaged.
+  std::string text(const std::string& name) const;
+  bool has_file(const std::string& name) const;
+  /// Fills everything that was wanted. Tensors of another dtype are converted.
+  void read();
+
+ private:
+  struct Wanted {
+    const io::SavedTensor* saved;
+    TensorPart part;
+  };
+  void read_one(const Wanted& wanted, io::PieceReader& reader) const;
+
+  comm::Group group_;
+  std::filesystem::path folder_;
+  io::Manifest manifest_;
+  std::vector<Wanted> wanted_;
+};
+
+}  // namespace accelerate::checkpoint

@@ -1,0 +1,249 @@
+#include <accelerate/accelerator/checkpointing.hpp>
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/optimizer_state.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+#include <accelerate/checkpoint/together.hpp>
+#include <accelerate/core/random.hpp>
+
+#include "accelerator/checkpoint_names.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+
+namespace accelerate::detail {
+
+namespace fs = std::filesystem;
+using checkpoint::together;
+
+std::vector<checkpoint::NamedModule> named_modules(const Prepared& prepared) {
+  std::vector<checkpoint::NamedModule> modules;
+  for (std::size_t i = 0; i < prepared.modules.size(); ++i)
+    modules.push_back({i == 0 ? "" : numbered("model", i) + "/", prepared.modules[i]});
+  return modules;
+}
+
+namespace {
+
+// A folder of Python Accelerate's save_state.
+bool is_of_python(const fs::path& folder) {
+  std::error_code ignored;
+  if (fs::exists(io::replaced_folder(folder) / io::Manifest::kFileName, ignored)) return false;
+  return fs::exists(folder / "model.safetensors", ignored) ||
+         fs::exists(folder / "pytorch_model.bin", ignored);
+}
+
+// Throws CheckpointError unless the names and shapes are those of the module.
+void check_state(const parallel::Strategy& strategy, const std::vector<NamedTensor>& state,
+                 const fs::path& folder, bool strict) {
+  std::map<std::string, std::vector<std::int64_t>> given;
+  for (const NamedTensor& entry : state) given.emplace(entry.name, entry.tensor.sizes().vec());
+  const checkpoint::TensorGroup group = checkpoint::module_group(strategy, "model");
+  std::map<std::string, std::vector<std::int64_t>> wanted;
+  for (const auto& shard : strategy.shards()) wanted.emplace(shard.name, shard.global_shape);
+  for (const NamedTensor& buffer : strategy.module().buffers())
+    wanted.emplace(buffer.name, buffer.tensor.sizes().vec());
+  std::vector<std::string> wrong;
+  for (const auto& [name, shape] : wanted) {
+    std::vector<std::string> names{name};
+    for (const auto& [other, first] : group.aliases) {
+      if (first == name) names.push_back(other);
+    }
+    const auto found = std::find_if(names.begin(), names.end(),
+                                    [&](const std::string& one) { return given.contains(one); });
+    if (found == names.end()) {
+      if (strict) wrong.push_back("'" + name + "' is missing");
+    } else if (given[*found] != shape) {
+      wrong.push_back(text::concat("'", name, "' has shape [", text::join(given[*found]),
+                                   "] in the checkpoint and [", text::join(shape), "] here"));
+    }
+  }
+  for (const auto& [name, shape] : given) {
+    if (strict && !wanted.contains(name) && !group.aliases.contains(name))
+      wrong.push_back("'" + name + "' is unexpected");
+  }
+  if (wrong.empty()) return;
+  throw CheckpointError(text::concat("The checkpoint ", folder.string(),
+                                     " is not that of this model: ", text::join(wrong, "; "), "."),
+                        folder.string());
+}
+
+}  // namespace
+
+// Collective. It has no checksums; what the files hold is compared with what there is before
+// anything is changed.
+void Checkpointing::load_of_python(const fs::path& folder, const LoadStateOptions& options,
+                                   const Prepared& prepared) {
+  const auto modules = named_modules(prepared);
+  std::vector<std::vector<NamedTensor>> states;
+  std::vector<checkpoint::IncomingOptimizerState> optimizers;
+  together(group_, "preparing to load a checkpoint of Python's", folder.string(), [&] {
+    for (std::size_t i = 0; i < prepared.modules.size(); ++i) {
+      const fs::path safetensors = folder / (numbered("model", i) + ".safetensors");
+      const fs::path pickled = folder / (numbered("pytorch_model", i) + ".bin");
+      states.push_back(fs::exists(safetensors)
+                           ? checkpoint::load_file(safetensors)
+                           : checkpoint::named_tensors(checkpoint::load_pt(pickled)));
+      check_state(*prepared.modules[i], states.back(), folder, options.strict());
+    }
+    for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
+      const fs::path path = folder / (numbered("optimizer", i) + ".bin");
+      optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules,
+                              checkpoint::load_pt(path), path.string());
+    }
+    for (const auto& hook : load_hooks_) {
+      if (*hook) (*hook)(folder);
+    }
+  });
+  for (std::size_t i = 0; i < prepared.modules.size(); ++i)
+    prepared.modules[i]->load_state_dict(states[i], {}, options.strict());
+  for (auto& optimizer : optimizers) optimizer.apply();
+  log::warning(text::concat(
+      "Loaded ", states.size(), " models and ", optimizers.size(), " optimizers of ",
+      folder.string(),
+      ", which Python Accelerate saved. Schedulers, samplers, random states and custom objects in it "
+      "are Python's own and were left as they are here."));
+}
+
+
+void Checkpointing::load_random(const checkpoint::Load& load) const {
+  const int rank = savers_.world.rank();
+  const std::string own = text::concat("random_states_", rank, ".json");
+  const auto derive = [&](std::uint64_t seed) {
+    // Another stream of numbers on each process, and the same in each resumed run.
+    set_seed(seed + 0x9E3779B97F4A7C15ULL * static_cast<std::uint64_t>(rank + 1));
+  };
+  if (!load.has_file(own)) {
+    const Json first = Json::parse(load.text("random_states_0.json"));
+    derive(first.at("seed").get<std::uint64_t>());
+    log::info(text::concat("The checkpoint has no random state of process ", rank,
+                           ", which was not there when it was saved: it is derived from the saved "
+                           "seed and the rank."),
+              log::Ranks::all);
+    return;
+  }
+  const Json saved = Json::parse(load.text(own));
+  Json states = saved.at("states");
+  const RngState here = RngState::capture();
+  std::vector<std::string> left_out, fresh;
+  for (const auto& [device, state] : here.states()) {
+    if (!states.contains(device)) fresh.push_back(device);
+  }
+  if (!fresh.empty()) derive(saved.at("seed").get<std::uint64_t>());
+  for (auto entry = states.begin(); entry != states.end();) {
+    if (here.states().contains(entry.key())) {
+      ++entry;
+    } else {
+      left_out.push_back(entry.key());
+      entry = states.erase(entry);
+    }
+  }
+  RngState::from_json(states).restore();
+  if (!left_out.empty() || !fresh.empty()) {
+    log::warning(text::concat(
+        "The checkpoint was saved with other devices. Random states that are not used: ",
+        left_out.empty() ? "none" : text::join(left_out),
+        "; derived from the saved seed: ", fresh.empty() ? "none" : text::join(fresh), "."));
+  }
+}
+
+fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& options,
+                             const Prepared& prepared) {
+  wait();
+  const fs::path target = folder.empty() ? newest_folder() : folder;
+  if (is_of_python(target)) {
+    load_of_python(target, options, prepared);
+    return target;
+  }
+  checkpoint::Load load(group_, target);
+  const auto modules = named_modules(prepared);
+  std::vector<checkpoint::IncomingOptimizerState> optimizers;
+  std::vector<std::pair<std::size_t, std::vector<NamedTensor>>> tensor_objects;
+  std::vector<Json> loaders, schedulers, objects;
+  const std::string path = load.folder().string();
+  together(group_, "preparing to load a checkpoint", path, [&] {
+    const Json& about = load.manifest().about;
+    const auto compare = [&](const char* key, const char* what, std::size_t here) {
+      const auto there = about.value(key, std::size_t{0});
+      if (there == here) return;
+      throw CheckpointError(text::concat("The checkpoint ", path, " has ", there, " ", what,
+                                         ", and this program prepared or registered ", here,
+                                         ". Prepare and register the same, in the same order."),
+                            path);
+    };
+    compare("models", "models", modules.size());
+    compare("optimizers", "optimizers", prepared.optimizers.size());
+    compare("schedulers", "schedulers", schedulers_.size());
+    compare("loaders", "loaders", loaders_.size());
+    compare("objects", "custom objects", objects_.size());
+    for (std::size_t i = 0; i < modules.size(); ++i)
+      load.want_all(checkpoint::module_group(*prepared.modules[i], numbered("model", i)),
+                    options.strict());
+    for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
+      const std::string name = numbered("optimizer", i);
+      optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules,
+                              Json::parse(load.text(name + ".json")), name, load);
+    }
+    for (std::size_t i = 0; i < loaders_.size(); ++i)
+      loaders.push_back(
+          own_state(Json::parse(load.text(numbered("sampler", i) + ".json")), group_, path));
+    for (std::size_t i = 0; i < schedulers_.size(); ++i)
+      schedulers.push_back(Json::parse(load.text(numbered("scheduler", i) + ".json")));
+    for (std::size_t i = 0; i < objects_.size(); ++i) {
+      const std::string name = text::concat("custom_checkpoint_", i);
+      if (objects_[i].load) {
+        objects.push_back(Json::parse(load.text(name + ".json")));
+        continue;
+      }
+      objects.emplace_back();
+      auto& tensors = tensor_objects.emplace_back(i, objects_[i].save_tensors()).second;
+      checkpoint::TensorGroup group;
+      group.name = name;
+      for (NamedTensor& entry : tensors) {
+        entry.tensor = entry.tensor.detach().clone();
+        group.parts.push_back(checkpoint::whole_part(entry.name, entry.tensor));
+      }
+      load.want_all(group, /*strict=*/true);
+    }
+  });
+  load.verify();
+  together(group_, "loading a checkpoint", path, [&] {
+    for (const auto& hook : load_hooks_) {
+      if (*hook) (*hook)(load.folder());
+    }
+    // What may be refused goes first: the data may be other data.
+    for (std::size_t i = 0; i < loaders_.size(); ++i) loaders_[i]->load_state_dict(loaders[i]);
+    load.read();
+    for (auto& optimizer : optimizers) optimizer.apply();
+    for (std::size_t i = 0; i < schedulers_.size(); ++i) schedulers_[i].load(schedulers[i]);
+    if (prepared.scaler) {
+      if (load.has_file("scaler.json")) {
+        prepared.scaler->load_state_dict(Json::parse(load.text("scaler.json")));
+      } else {
+        log::warning("The checkpoint was saved without a gradient scaler; it starts anew.");
+      }
+    }
+    for (std::size_t i = 0; i < objects_.size(); ++i) {
+      if (objects_[i].load) objects_[i].load(objects[i]);
+    }
+    for (const auto& [i, tensors] : tensor_objects) objects_[i].load_tensors(tensors);
+    load_random(load);
+    prepared.gradients->set_step(load.manifest().about.value("micro_batch", std::int64_t{0}));
+  });
+  for (const auto& module : prepared.modules) {
+    // Nothing more to take; what was gathered before is out of date.
+    module->load_state_dict({}, parallel::StateDictOptions().type(parallel::StateDictType::sharded),
+                            /*strict=*/false);
+  }
+  if (const auto number = number_of(load.folder()); number >= 0)
+    project_.iteration(std::max(project_.iteration(), number + 1));
+  log::info(text::concat("Loaded the checkpoint ", path, "."));
+  return load.folder();
+}
+
+}  // namespace accelerate::detail

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <accelerate/accelerator/checkpointing.hpp>
+
+#include <accelerate/checkpoint/optimizer_state.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace accelerate::detail {
+
+// "model", "model_1", as the original calls files.
+std::string numbered(const std::string& name, std::size_t index);
+// "checkpoint_3", and back; -1 for other names.
+std::string checkpoint_name(std::int64_t number);
+std::int64_t number_of(const std::filesystem::path& folder);
+// Every folder of such a name, complete or not.
+std::map<std::int64_t, std::filesystem::path> numbered_folders(const std::filesystem::path& parent);
+// The complete one with the highest number. Throws CheckpointError when there is none.
+std::filesystem::path newest_checkpoint(const std::filesystem::path& parent);
+// Complete ones beyond the limit, that are not among the best either; never the newest.
+std::vector<std::filesystem::path> superfluous(const std::filesystem::path& parent,
+                                               const ProjectConfiguration& project);
+// What stands before the names of each module's parameters in an optimizer's state.
+std::vector<checkpoint::NamedModule> named_modules(const Prepared& prepared);
+// A loader's state on this process, out of that of all processes that saved. Throws CheckpointError
+// when those stood at different places and were not as many as there are now.
+Json own_state(const Json& states, const comm::Group& group, const std::string& path);
+
+}  // namespace accelerate::detail

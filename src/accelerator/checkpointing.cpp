@@ -1,0 +1,319 @@
+#include <accelerate/accelerator/checkpointing.hpp>
+
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/optimizer_state.hpp>
+#include <accelerate/checkpoint/together.hpp>
+#include <accelerate/core/random.hpp>
+
+#include "accelerator/checkpoint_names.hpp"
+
+#include <ATen/Context.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <set>
+#include <thread>
+
+namespace accelerate::detail {
+
+namespace fs = std::filesystem;
+using checkpoint::together;
+
+// ------------------------------------------------------------------------------------- what there is
+
+struct Checkpointing::InFlight {
+  std::unique_ptr<checkpoint::Save> save;
+  std::thread thread;
+  std::exception_ptr failure;
+  std::atomic<bool> done{false};
+};
+
+Checkpointing::Checkpointing(ProjectConfiguration project, Savers savers)
+    : project_(std::move(project)), savers_(std::move(savers)), group_(savers_.world) {
+  if (project_.total_limit() && *project_.total_limit() < 1) {
+    throw ConfigError(text::concat("total_limit is ", *project_.total_limit(),
+                                   "; the newest checkpoint is always kept, so the least is 1."));
+  }
+  if (project_.iteration() < 0 || project_.keep_best() < 0)
+    throw ConfigError("ProjectConfiguration has a negative iteration or keep_best.");
+  if (project_.logging_dir().empty()) project_.logging_dir(project_.project_dir());
+  if (project_.save_on_each_node() && savers_.num_nodes > 1)
+    group_ = savers_.world.split(savers_.node_rank, savers_.local_rank, "node");
+}
+
+Checkpointing::~Checkpointing() {
+  if (in_flight_ == nullptr) return;
+  in_flight_->thread.join();
+  if (!in_flight_->failure) return;
+  try {
+    std::rethrow_exception(in_flight_->failure);
+  } catch (const std::exception& error) {
+    log::error(text::concat("The last checkpoint could not be saved: ", describe(error)));
+  }
+}
+
+namespace {
+
+template <class List, class T>
+bool known(const List& list, const T* identity) {
+  return std::any_of(list.begin(), list.end(),
+                     [&](const auto& one) { return one.identity == identity; });
+}
+
+}  // namespace
+
+void Checkpointing::add_scheduler(Stateful scheduler) {
+  if (!known(schedulers_, scheduler.identity)) schedulers_.push_back(std::move(scheduler));
+}
+
+void Checkpointing::add_loader(std::shared_ptr<data::LoaderCore> loader) {
+  if (std::find(loaders_.begin(), loaders_.end(), loader) == loaders_.end())
+    loaders_.push_back(std::move(loader));
+}
+
+void Checkpointing::add_object(Stateful object) {
+  if (known(objects_, object.identity))
+    throw StateError("register_for_checkpointing() was given an object that it has already.");
+  objects_.push_back(std::move(object));
+}
+
+HookHandle Checkpointing::add_save_hook(StateHook hook) {
+  save_hooks_.push_back(std::make_shared<StateHook>(std::move(hook)));
+  return HookHandle(save_hooks_.back());
+}
+
+HookHandle Checkpointing::add_load_hook(StateHook hook) {
+  load_hooks_.push_back(std::make_shared<StateHook>(std::move(hook)));
+  return HookHandle(load_hooks_.back());
+}
+
+void Checkpointing::forget_prepared() {
+  wait();
+  schedulers_.clear();
+  loaders_.clear();
+}
+
+void Checkpointing::wait() {
+  if (in_flight_ == nullptr) return;
+  in_flight_->thread.join();
+  const auto ended = std::move(in_flight_);
+  if (ended->failure) std::rethrow_exception(ended->failure);
+}
+
+SaveProgress Checkpointing::progress() const {
+  if (in_flight_ == nullptr) return {};
+  return {!in_flight_->done, in_flight_->save->written_bytes(), in_flight_->save->total_bytes()};
+}
+
+// ------------------------------------------------------------------------------------------- folders
+
+fs::path Checkpointing::checkpoints() const {
+  if (project_.project_dir().empty()) {
+    throw ConfigError(
+        "No folder was given for the checkpoint, and the project has none either. Name one, or set "
+        "ProjectConfiguration's project_dir and automatic_checkpoint_naming.");
+  }
+  return project_.project_dir() / "checkpoints";
+}
+
+fs::path Checkpointing::next_folder() {
+  std::string name;
+  together(group_, "naming a checkpoint", project_.project_dir().string(), [&] {
+    if (!project_.automatic_checkpoint_naming()) {
+      throw ConfigError(
+          "save_state() was called without a folder, and automatic_checkpoint_naming is off. Name a "
+          "folder, or switch it on in ProjectConfiguration.");
+    }
+    const fs::path parent = checkpoints();
+    if (group_.rank() != 0) return;
+    std::int64_t number = project_.iteration();
+    for (const auto& [taken, folder] : numbered_folders(parent))
+      number = std::max(number, taken + 1);
+    name = checkpoint_name(number);
+    // What a process that died left.
+    if (!fs::is_directory(parent)) return;
+    for (const std::string& left : io::names_in(parent)) {
+      if (left.starts_with(".checkpoint_") && left.ends_with(".partial"))
+        io::delete_path(parent / left);
+    }
+  });
+  return checkpoints() / group_.broadcast_bytes(name);
+}
+
+fs::path Checkpointing::newest_folder() const {
+  std::string name;
+  together(group_, "looking for a checkpoint", project_.project_dir().string(), [&] {
+    const fs::path parent = checkpoints();
+    if (group_.rank() == 0) name = newest_checkpoint(parent).filename().string();
+  });
+  return checkpoints() / group_.broadcast_bytes(name);
+}
+
+// -------------------------------------------------------------------------------------------- saving
+
+namespace {
+
+std::string dumped(const Json& json) { return json.dump(1) + "\n"; }
+
+}  // namespace
+
+std::unique_ptr<checkpoint::Save> Checkpointing::collect(const fs::path& folder,
+                                                         const SaveStateOptions& options,
+                                                         const Prepared& prepared,
+                                                         std::int64_t number) {
+  auto save = std::make_unique<checkpoint::Save>(group_, folder);
+  const bool first = group_.rank() == 0;
+  const auto modules = named_modules(prepared);
+  for (std::size_t i = 0; i < prepared.modules.size(); ++i)
+    save->add(checkpoint::module_group(*prepared.modules[i], numbered("model", i)));
+  for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
+    auto state = checkpoint::optimizer_state(prepared.optimizers[i]->optimizer(), modules, group_,
+                                             numbered("optimizer", i));
+    save->add(std::move(state.tensors));
+    save->add_file(numbered("optimizer", i) + ".json", dumped(state.description));
+  }
+  // Loaders of streams may stand at different places on each process.
+  Json loaders = Json::array();
+  for (const auto& loader : loaders_) loaders.push_back(loader->state_dict());
+  std::vector<Json> by_process;
+  for (const std::string& text : group_.all_gather_bytes(loaders.dump()))
+    by_process.push_back(Json::parse(text));
+  const auto random = Json{
+      {"seed", at::globalContext().defaultGenerator(at::kCPU).current_seed()},
+      {"states", RngState::capture().to_json()}};
+  std::map<int, Json> random_states{{savers_.world.rank(), random}};
+  if (group_.size() != savers_.world.size()) {
+    const auto all = savers_.world.all_gather_bytes(random.dump());
+    for (std::size_t rank = 0; rank < all.size(); ++rank)
+      random_states[static_cast<int>(rank)] = Json::parse(all[rank]);
+  }
+  together(group_, "collecting the state to save", folder.string(), [&] {
+    for (const auto& [rank, state] : random_states)
+      save->add_file(text::concat("random_states_", rank, ".json"), dumped(state));
+    for (std::size_t i = 0; i < objects_.size(); ++i) {
+      const std::string name = text::concat("custom_checkpoint_", i);
+      if (objects_[i].save) {
+        save->add_file(name + ".json", dumped(objects_[i].save()));
+      } else {
+        checkpoint::TensorGroup tensors;
+        tensors.name = name;
+        for (const NamedTensor& entry : objects_[i].save_tensors()) {
+          tensors.parts.push_back(checkpoint::whole_part(entry.name, entry.tensor));
+          tensors.parts.back().of_first_process = true;
+        }
+        save->add(std::move(tensors));
+      }
+    }
+    if (!first) return;
+    for (std::size_t i = 0; i < loaders_.size(); ++i) {
+      Json states = Json::array();
+      for (const Json& process : by_process) states.push_back(process[i]);
+      if (std::all_of(states.begin(), states.end(), [&](const Json& s) { return s == states[0]; }))
+        states = Json::array({states[0]});
+      save->add_file(numbered("sampler", i) + ".json", dumped(states));
+    }
+    for (std::size_t i = 0; i < schedulers_.size(); ++i) {
+      if (!schedulers_[i].save) {
+        throw UnsupportedError(
+            text::concat("The scheduler ", i,
+                         " that was prepared gives no access to its state, so the run could not go "
+                         "on from a checkpoint. Give it state_dict and load_state_dict, or use one "
+                         "of <accelerate/optim/schedules.hpp>."));
+      }
+      save->add_file(numbered("scheduler", i) + ".json", dumped(schedulers_[i].save()));
+    }
+    if (prepared.scaler) save->add_file("scaler.json", dumped(prepared.scaler->state_dict()));
+    save->set_about({{"world_size", savers_.world.size()},
+                     {"strategy", prepared.strategy},
+                     {"number", number},
+                     {"metric", options.metric() ? Json(*options.metric()) : Json()},
+                     {"micro_batch", prepared.gradients->step()},
+                     {"models", prepared.modules.size()},
+                     {"optimizers", prepared.optimizers.size()},
+                     {"schedulers", schedulers_.size()},
+                     {"loaders", loaders_.size()},
+                     {"objects", objects_.size()}});
+  });
+  return save;
+}
+
+fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& options,
+                             const Prepared& prepared) {
+  wait();
+  if (!prepared.gradients->sync_gradients()) {
+    log::warning(
+        "save_state() was called within an accumulation window: the gradients of its micro-batches "
+        "so far are not part of a checkpoint. Save after optimizer.step() to resume exactly.");
+  }
+  const bool numbered = folder.empty();
+  const fs::path target = numbered ? next_folder() : folder;
+  auto save = collect(target, options, prepared, numbered ? number_of(target) : -1);
+  save->plan();
+  together(group_, "a hook of save_state", target.string(), [&] {
+    for (const auto& hook : save_hooks_) {
+      if (*hook) (*hook)(save->partial_folder());
+    }
+  });
+  if (numbered) project_.iteration(number_of(target) + 1);
+  if (!options.asynchronous()) {
+    write(*save, group_, numbered);
+    return save->folder();
+  }
+  // The thread's collectives must not mix with those of training.
+  if (!writing_) writing_ = group_.split(0, group_.rank(), "checkpoint");
+  save->take_snapshot();
+  in_flight_ = std::make_unique<InFlight>();
+  in_flight_->save = std::move(save);
+  in_flight_->thread = std::thread([this, numbered, flight = in_flight_.get()] {
+    try {
+      write(*flight->save, *writing_, numbered);
+    } catch (...) {
+      flight->failure = std::current_exception();
+    }
+    flight->done = true;
+  });
+  return in_flight_->save->folder();
+}
+
+void Checkpointing::write(checkpoint::Save& save, const comm::Group& group, bool numbered) {
+  const auto start = std::chrono::steady_clock::now();
+  save.write(group);
+  if (numbered) tidy(group, save.folder());
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  log::info(text::concat("Saved the checkpoint ", save.folder().string(), " in ",
+                         text::format_seconds(took.count()), "."));
+}
+
+void Checkpointing::tidy(const comm::Group& group, const fs::path& newest) {
+  const fs::path parent = newest.parent_path();
+  std::string text;
+  together(group, "completing a checkpoint", parent.string(), [&] {
+    if (group.rank() != 0) return;
+    io::write_file(parent / "latest", newest.filename().string() + "\n");
+    if (!project_.total_limit()) return;
+    Json names = Json::array();
+    for (const fs::path& old : superfluous(parent, project_))
+      names.push_back(old.filename().string());
+    text = names.dump();
+  });
+  text = group.broadcast_bytes(text);
+  if (text.empty() || text == "[]") return;
+  checkpoint::Load(group, newest).verify();
+  together(group, "deleting old checkpoints", parent.string(), [&] {
+    if (group.rank() != 0) return;
+    for (const Json& name : Json::parse(text)) {
+      // Under another name first: a checkpoint is complete, or none.
+      const fs::path old = parent / name.get<std::string>();
+      const fs::path gone = parent / ("." + name.get<std::string>() + ".partial");
+      io::rename_durably(old, gone);
+      io::delete_path(gone);
+    }
+  });
+}
+
+}  // namespace accelerate::detail

@@ -1,0 +1,233 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/sharded.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+#include <accelerate/checkpoint/together.hpp>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+namespace accelerate::checkpoint {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  return "[" + text::join(shape) + "]";
+}
+
+std::vector<std::int64_t> sizes_in_order(const std::vector<std::int64_t>& shape,
+                                         const std::vector<std::int64_t>& order) {
+  std::vector<std::int64_t> sizes = shape;
+  for (std::size_t i = 0; i < order.size(); ++i)
+    sizes[i] = shape[static_cast<std::size_t>(order[i])];
+  return sizes;
+}
+
+// From dimensions in `order` back to the tensor's own.
+at::Tensor in_own_order(const at::Tensor& tensor, const std::vector<std::int64_t>& order) {
+  if (order.empty()) return tensor;
+  std::vector<std::int64_t> back(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i)
+    back[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
+  return tensor.permute(back);
+}
+
+}  // namespace
+
+Load::Load(comm::Group group, const fs::path& folder) : group_(std::move(group)) {
+  folder_ = io::replaced_folder(folder);
+  together(group_, "opening a checkpoint", folder_.string(), [&] {
+    std::error_code code;
+    if (!fs::exists(folder_, code)) {
+      throw CheckpointError(text::concat("There is no checkpoint ", folder_.string(), "."),
+                            folder_.string());
+    }
+    if (!fs::is_directory(folder_, code)) {
+      throw CheckpointError(text::concat("A checkpoint is a folder, and ", folder_.string(),
+                                         " is a file."),
+                            folder_.string());
+    }
+    if (!fs::exists(folder_ / io::Manifest::kFileName, code)) {
+      throw CheckpointError(
+          text::concat("The folder ", folder_.string(), " has no ", io::Manifest::kFileName,
+                       ", so it is not a complete checkpoint of this library."),
+          folder_.string());
+    }
+    manifest_ = io::Manifest::read(folder_);
+    manifest_.check_files(folder_);
+  });
+}
+
+void Load::want(std::string_view group, TensorPart part) {
+  const io::SavedTensor* saved = manifest_.find(group, part.name);
+  if (saved == nullptr) {
+    throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has no '", part.name,
+                                       "' among its tensors of ", group, "."),
+                          folder_.string());
+  }
+  if (saved->shape != part.shape) {
+    throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has '", part.name,
+                                       "' with shape ", shape_text(saved->shape),
+                                       ", and shape ", shape_text(part.shape),
+                                       " was expected."),
+                          folder_.string());
+  }
+  if (part.count > 0) wanted_.push_back({saved, std::move(part)});
+}
+
+void Load::want_all(const TensorGroup& group, bool strict) {
+  const auto saved = manifest_.groups.find(group.name);
+  if (saved == manifest_.groups.end()) {
+    throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has no ", group.name,
+                                       ". It was saved from a program that prepared less."),
+                          folder_.string());
+  }
+  std::vector<std::string> missing, shapes;
+  std::set<std::string> known;
+  for (const TensorPart& part : group.parts) {
+    std::vector<std::string> names{part.name};
+    for (const auto& [other, first] : group.aliases) {
+      if (first == part.name) names.push_back(other);
+    }
+    known.insert(names.begin(), names.end());
+    const auto found = std::find_if(names.begin(), names.end(), [&](const std::string& name) {
+      return manifest_.find(group.name, name) != nullptr;
+    });
+    if (found == names.end()) {
+      missing.push_back(part.name);
+      continue;
+    }
+    const io::SavedTensor* tensor = manifest_.find(group.name, *found);
+    if (tensor->shape != part.shape) {
+      shapes.push_back(text::concat("'", part.name, "' has shape ", shape_text(tensor->shape),
+                                    " in the checkpoint and ", shape_text(part.shape), " here"));
+    } else if (part.count > 0) {
+      wanted_.push_back({tensor, part});
+    }
+  }
+  std::vector<std::string> unexpected;
+  for (const auto& [name, tensor] : saved->second) {
+    if (!known.contains(name)) unexpected.push_back(name);
+  }
+  if (shapes.empty() && (!strict || (missing.empty() && unexpected.empty()))) return;
+  std::string message = text::concat("The checkpoint ", folder_.string(),
+                                     " is not that of this ", group.name, ".");
+  if (!missing.empty()) message += " Missing: " + text::join(missing) + ".";
+  if (!unexpected.empty()) message += " Unexpected: " + text::join(unexpected) + ".";
+  if (!shapes.empty()) message += " " + text::join(shapes, "; ") + ".";
+  if (shapes.empty()) message += " Load another, or with strict off what both have.";
+  throw CheckpointError(message, folder_.string());
+}
+
+void Load::verify() {
+  // Which blocks this process needs: one bit each, file after file. What several need, one of them
+  // checks; what nobody needs, anybody.
+  std::vector<std::size_t> begin{0};
+  for (const io::SavedFile& file : manifest_.files)
+    begin.push_back(begin.back() + file.checksums.size());
+  std::string needed(begin.back(), '0');
+  for (const Wanted& wanted : wanted_) {
+    const io::SavedTensor& saved = *wanted.saved;
+    const bool all = saved.order != wanted.part.order;
+    io::PieceReader::for_each_part(
+        saved, all ? 0 : wanted.part.first, all ? saved.elements() : wanted.part.count,
+        [&](const io::Piece& piece, std::int64_t first, std::int64_t count) {
+          const std::uint64_t from = piece.position + saved.bytes(first - piece.first);
+          const std::uint64_t to = from + saved.bytes(count);
+          for (std::uint64_t block = from / io::kChecksumBlock; block * io::kChecksumBlock < to;
+               ++block)
+            needed[begin[piece.file] + block] = '1';
+        });
+  }
+  const auto all = group_.all_gather_bytes(needed);
+  together(group_, "verifying a checkpoint", folder_.string(), [&] {
+    std::vector<std::size_t> who;
+    for (std::size_t f = 0; f < manifest_.files.size(); ++f) {
+      std::vector<std::size_t> blocks;
+      for (std::size_t at = begin[f]; at < begin[f + 1]; ++at) {
+        who.clear();
+        for (std::size_t rank = 0; rank < all.size(); ++rank) {
+          if (all[rank][at] == '1') who.push_back(rank);
+        }
+        const std::size_t checker = who.empty() ? at % all.size() : who[at % who.size()];
+        if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin[f]);
+      }
+      io::verify_blocks(folder_, manifest_.files[f], blocks);
+    }
+  });
+}
+
+bool Load::has_file(const std::string& name) const {
+  return std::any_of(manifest_.files.begin(), manifest_.files.end(),
+                     [&](const io::SavedFile& file) { return file.name == name; });
+}
+
+std::string Load::text(const std::string& name) const {
+  if (!has_file(name)) {
+    throw CheckpointError(
+        text::concat("The checkpoint ", folder_.string(), " has no ", name, "."),
+        folder_.string());
+  }
+  const std::string contents = io::read_file(folder_ / name);
+  const auto file = std::find_if(manifest_.files.begin(), manifest_.files.end(),
+                                 [&](const io::SavedFile& one) { return one.name == name; });
+  if (io::block_checksums(std::as_bytes(std::span(contents))) != file->checksums) {
+    throw CheckpointError(text::concat((folder_ / name).string(),
+                                       " is damaged: its contents are not those that were written. "
+                                       "Nothing was loaded; use another checkpoint."),
+                          (folder_ / name).string());
+  }
+  return contents;
+}
+
+void Load::read_one(const Wanted& wanted, io::PieceReader& reader) const {
+  const io::SavedTensor& saved = *wanted.saved;
+  const TensorPart& part = wanted.part;
+  const auto dtype = tensor_dtype(saved.dtype);
+  const bool same_kind = part.data.is_cpu() && part.data.scalar_type() == dtype;
+  const auto fill = [&](const at::Tensor& tensor, std::int64_t first, std::int64_t count) {
+    reader.read(saved, first, count, static_cast<std::byte*>(tensor.mutable_data_ptr()));
+  };
+  const auto options = at::TensorOptions().dtype(dtype);
+  if (saved.order == part.order || part.is_whole()) {
+    // The elements that are wanted are consecutive where they were saved.
+    const bool direct =
+        same_kind && part.data.is_contiguous() && (!part.is_whole() || saved.order.empty());
+    if (direct) {
+      fill(part.data, part.first, part.count);
+      part.data.unsafeGetTensorImpl()->bump_version();
+      return;
+    }
+    if (part.is_whole()) {
+      const at::Tensor lying = at::empty(sizes_in_order(saved.shape, saved.order), options);
+      fill(lying, 0, part.count);
+      part.data.copy_(in_own_order(lying, saved.order));
+    } else {
+      const at::Tensor lying = at::empty(part.data.sizes(), options);
+      fill(lying, part.first, part.count);
+      part.data.copy_(lying);
+    }
+    return;
+  }
+  // A part in one order of memory out of a tensor saved in another: through the whole tensor.
+  const at::Tensor lying = at::empty(sizes_in_order(saved.shape, saved.order), options);
+  fill(lying, 0, saved.elements());
+  at::Tensor own = in_own_order(lying, saved.order);
+  if (!part.order.empty()) own = own.permute(part.order);
+  part.data.copy_(
+      own.contiguous().view(-1).narrow(0, part.first, part.count).view(part.data.sizes()));
+}
+
+void Load::read() {
+  const at::NoGradGuard no_grad;
+  io::PieceReader reader(folder_, manifest_);
+  for (const Wanted& wanted : wanted_) read_one(wanted, reader);
+}
+
+}  // namespace accelerate::checkpoint

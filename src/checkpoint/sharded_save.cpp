@@ -1,0 +1,471 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
+#include <accelerate/checkpoint/sharded.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+#include <accelerate/checkpoint/together.hpp>
+
+#include "checkpoint/pickler.hpp"
+#include "checkpoint/zip_reader.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+
+namespace accelerate::checkpoint {
+
+namespace fs = std::filesystem;
+namespace st = io::safetensors;
+
+namespace {
+
+std::int64_t elements_of(const std::vector<std::int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+}
+
+// The dimensions from the slowest to the fastest; empty for row-major order, and where the strides
+// are not those of a tensor without gaps.
+std::vector<std::int64_t> memory_order(const std::vector<std::int64_t>& shape,
+                                       const std::vector<std::int64_t>& strides) {
+  std::vector<std::int64_t> order(shape.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto stride = [&](std::int64_t d) { return strides[static_cast<std::size_t>(d)]; };
+  const auto size = [&](std::int64_t d) { return shape[static_cast<std::size_t>(d)]; };
+  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+    return size(a) != 1 && size(b) != 1 && stride(a) > stride(b);
+  });
+  std::int64_t expected = 1;
+  for (auto d = order.rbegin(); d != order.rend(); ++d) {
+    if (size(*d) != 1 && stride(*d) != expected) return {};
+    expected *= size(*d);
+  }
+  // Dimensions of one element go anywhere.
+  std::vector<std::int64_t> longer;
+  for (const std::int64_t d : order) {
+    if (size(d) != 1) longer.push_back(d);
+  }
+  if (std::is_sorted(longer.begin(), longer.end())) return {};
+  return order;
+}
+
+std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
+  return {static_cast<const std::byte*>(contiguous.const_data_ptr()), contiguous.nbytes()};
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
+}
+
+// What each process tells the others: [name, first, count, whole, of_first_process, bytes].
+Json describe_parts(const TensorGroup& group) {
+  Json parts = Json::array();
+  for (const TensorPart& part : group.parts) {
+    parts.push_back({part.name, part.first, part.count, part.is_whole(), part.of_first_process,
+                     part.data.nbytes()});
+  }
+  return parts;
+}
+
+// The name of the one that writes each part that several have: (name, first, count) to rank.
+using PartKey = std::tuple<std::string, std::int64_t, std::int64_t>;
+
+struct GroupPlan {
+  bool whole = true;
+  int owner = 0;                   ///< of the one file, where all is whole
+  std::map<PartKey, int> writers;  ///< elsewhere
+};
+
+GroupPlan plan_group(const std::vector<Json>& by_rank, std::size_t index,
+                     std::vector<std::uint64_t>& load) {
+  GroupPlan plan;
+  bool replicas_differ = false;
+  std::uint64_t bytes = 0;
+  struct Candidate {
+    std::vector<int> ranks;
+    std::uint64_t bytes = 0;
+    bool of_first = false;
+  };
+  std::map<PartKey, Candidate> parts;
+  for (std::size_t rank = 0; rank < by_rank.size(); ++rank) {
+    for (const Json& part : by_rank[rank]) {
+      Candidate& candidate = parts[{part[0].get<std::string>(), part[1].get<std::int64_t>(),
+                                    part[2].get<std::int64_t>()}];
+      candidate.ranks.push_back(static_cast<int>(rank));
+      candidate.bytes = part[5].get<std::uint64_t>();
+      candidate.of_first = part[4].get<bool>();
+      plan.whole = plan.whole && part[3].get<bool>();
+      replicas_differ = replicas_differ || candidate.of_first;
+    }
+  }
+  for (const auto& [key, candidate] : parts) bytes += candidate.bytes;
+  if (plan.whole) {
+    plan.owner = replicas_differ ? 0 : static_cast<int>(index % by_rank.size());
+    load[static_cast<std::size_t>(plan.owner)] += bytes;
+    return plan;
+  }
+  for (const auto& [key, candidate] : parts) {
+    int writer = candidate.ranks.front();
+    if (!candidate.of_first) {
+      for (const int rank : candidate.ranks) {
+        if (load[static_cast<std::size_t>(rank)] < load[static_cast<std::size_t>(writer)])
+          writer = rank;
+      }
+    }
+    plan.writers.emplace(key, writer);
+    load[static_cast<std::size_t>(writer)] += candidate.bytes;
+  }
+  return plan;
+}
+
+// Only a checkpoint, or nothing, may be replaced: whatever else is in the folder would be lost.
+void check_replaceable(const fs::path& folder) {
+  std::error_code code;
+  const auto status = fs::status(folder, code);
+  if (status.type() == fs::file_type::not_found) return;
+  if (status.type() != fs::file_type::directory) {
+    throw CheckpointError(text::concat("The checkpoint was to be saved as the folder ",
+                                       folder.string(),
+                                       ", and that is a file. Name another folder."),
+                          folder.string());
+  }
+  std::set<std::string> own;
+  if (fs::exists(folder / io::Manifest::kFileName)) {
+    own.emplace(io::Manifest::kFileName);
+    for (const io::SavedFile& file : io::Manifest::read(folder).files)
+      own.insert(file.name.substr(0, file.name.find('/')));
+  }
+  for (const std::string& name : io::names_in(folder)) {
+    if (own.contains(name)) continue;
+    throw CheckpointError(
+        text::concat("The checkpoint was to be saved as the folder ", folder.string(),
+                     ", which would be replaced, and ", name,
+                     " in it is no part of a checkpoint of this library. Name another folder."),
+        folder.string());
+  }
+}
+
+}  // namespace
+
+bool TensorPart::is_whole() const noexcept { return count == elements_of(shape); }
+
+TensorPart whole_part(std::string name, const at::Tensor& tensor) {
+  return {std::move(name), tensor.sizes().vec(), {}, 0, tensor.numel(), tensor.detach()};
+}
+
+TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data) {
+  TensorPart part = {shard.name, shard.global_shape, {}, shard.offset, shard.elements,
+                     data.detach()};
+  const auto order = memory_order(shard.global_shape, shard.global_strides);
+  if (!part.is_whole()) {
+    part.order = order;
+  } else if (data.sizes() != at::IntArrayRef(shard.global_shape)) {
+    // All of it on one process, and still flat.
+    std::vector<std::int64_t> sizes = shard.global_shape;
+    std::vector<std::int64_t> back(sizes.size());
+    std::iota(back.begin(), back.end(), 0);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      sizes[i] = shard.global_shape[static_cast<std::size_t>(order[i])];
+      back[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
+    }
+    part.data = part.data.view(sizes).permute(back);
+  }
+  return part;
+}
+
+TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
+  TensorGroup group;
+  group.name = std::move(name);
+  for (const parallel::ParameterShard& shard : strategy.shards()) {
+    TensorPart part = part_of(shard, shard.leaf);
+    if (part.count > 0 || part.is_whole()) group.parts.push_back(std::move(part));
+  }
+  const ModuleRecord& module = strategy.module();
+  for (const NamedTensor& buffer : module.buffers()) {
+    group.parts.push_back(whole_part(buffer.name, buffer.tensor));
+    group.parts.back().of_first_process = true;
+  }
+  std::set<std::string> stored;
+  for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
+    for (const NamedTensor& entry : *tensors) stored.insert(entry.name);
+  }
+  for (const auto& names : module.tied()) {
+    const auto first = std::find_if(names.begin(), names.end(),
+                                    [&](const std::string& n) { return stored.contains(n); });
+    for (const std::string& other : names) {
+      if (first != names.end() && other != *first) group.aliases.emplace(other, *first);
+    }
+  }
+  return group;
+}
+
+Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
+  folder = fs::absolute(folder).lexically_normal();
+  if (!folder.has_filename()) folder = folder.parent_path();
+  folder_ = std::move(folder);
+  partial_ = folder_.parent_path() / ("." + folder_.filename().string() + ".partial");
+}
+
+void Save::add(TensorGroup tensors) { groups_.push_back(std::move(tensors)); }
+
+void Save::add_file(std::string name, std::string contents) {
+  texts_.insert_or_assign(std::move(name), std::move(contents));
+}
+
+void Save::set_about(Json about) { about_ = std::move(about); }
+
+void Save::plan() {
+  Json own = Json::object();
+  own["groups"] = Json::array();
+  own["texts"] = Json::array();
+  for (const TensorGroup& group : groups_)
+    own["groups"].push_back({{"name", group.name}, {"parts", describe_parts(group)}});
+  for (const auto& [name, contents] : texts_) own["texts"].push_back(name);
+
+  std::vector<Json> all;
+  for (const std::string& text : group_.all_gather_bytes(own.dump()))
+    all.push_back(Json::parse(text));
+  together(group_, "planning the checkpoint", folder_.string(), [&] {
+    std::vector<std::uint64_t> load(all.size());
+    const auto self = static_cast<std::size_t>(group_.rank());
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      std::vector<Json> parts;
+      for (const Json& rank : all) {
+        if (rank["groups"].size() != groups_.size() ||
+            rank["groups"][g]["name"] != groups_[g].name) {
+          throw StateError(
+              "The processes prepared different modules or optimizers, or in another order, so "
+              "they cannot be saved together. Call prepare() alike on all.");
+        }
+        parts.push_back(rank["groups"][g]["parts"]);
+      }
+      const GroupPlan plan = plan_group(parts, g, load);
+      OutFile out;
+      out.group = g;
+      const std::string suffix =
+          plan.whole ? std::string() : text::concat(".rank", group_.rank());
+      out.name = groups_[g].name + suffix +
+                 (plan.whole && groups_[g].python ? ".bin" : ".safetensors");
+      for (const TensorPart& part : groups_[g].parts) {
+        const int writer = plan.whole
+                               ? plan.owner
+                               : plan.writers.at({part.name, part.first, part.count});
+        if (writer == group_.rank()) out.parts.push_back(part);
+      }
+      if (!out.parts.empty() || (plan.whole && plan.owner == group_.rank())) {
+        for (const TensorPart& part : out.parts) total_bytes_ += part.data.nbytes();
+        mine_.push_back(std::move(out));
+      }
+    }
+    // A text that several have is the first one's.
+    for (std::size_t rank = 0; rank < self; ++rank) {
+      for (const Json& name : all[rank]["texts"]) texts_.erase(name.get<std::string>());
+    }
+    groups_.shrink_to_fit();
+    if (group_.rank() != 0) return;
+    check_replaceable(folder_);
+    io::delete_path(partial_);
+    io::make_folders(partial_);
+  });
+}
+
+void Save::take_snapshot() {
+  const at::NoGradGuard no_grad;
+  for (OutFile& file : mine_) {
+    for (TensorPart& part : file.parts) {
+      const at::Tensor host = on_host(part.data);
+      part.data = host.is_alias_of(part.data) ? host.clone() : host;
+    }
+  }
+  // The others' parts would keep what has just been copied elsewhere alive.
+  for (TensorGroup& group : groups_) group.parts.clear();
+}
+
+void Save::write_tensors(const OutFile& file, Json& report) {
+  constexpr std::size_t kAtOnce = std::size_t{8} << 20;
+  const TensorGroup& group = groups_[file.group];
+  std::vector<st::TensorInfo> infos;
+  std::map<std::string_view, const TensorPart*> by_name;
+  for (const TensorPart& part : file.parts) {
+    st::TensorInfo info = tensor_info({part.name, part.data});
+    if (!part.is_whole()) info.shape = {part.count};
+    infos.push_back(std::move(info));
+    by_name.emplace(part.name, &part);
+  }
+  std::map<std::string, std::string> metadata = group.aliases;
+  metadata.emplace("format", "pt");
+  st::Writer writer(partial_ / file.name, st::Header(std::move(infos), std::move(metadata)));
+  const st::Header& header = writer.header();
+  io::BlockChecksums sums;
+  sums.update(std::as_bytes(std::span(header.text())));
+  Json tensors = Json::array();
+  for (const st::TensorInfo& info : header.tensors()) {
+    const TensorPart& part = *by_name.at(info.name);
+    const at::Tensor host = on_host(part.data);
+    const auto bytes = bytes_of(host);
+    for (std::size_t at = 0; at < bytes.size(); at += kAtOnce) {
+      const auto next = bytes.subspan(at, std::min(kAtOnce, bytes.size() - at));
+      sums.update(next);
+      writer.write(info, next, at);
+      written_bytes_ += next.size();
+    }
+    tensors.push_back({part.name, std::string(st::name(info.dtype)), part.shape, part.order,
+                       part.first, part.count, header.data_offset() + info.begin});
+  }
+  writer.finish();
+  std::string hex;
+  for (const std::uint64_t sum : sums.finish()) hex += io::checksum_text(sum);
+  report.push_back({{"name", file.name},
+                    {"bytes", header.file_bytes()},
+                    {"checksums", std::move(hex)},
+                    {"group", group.name},
+                    {"tensors", std::move(tensors)}});
+}
+
+void Save::write_python(const OutFile& file, Json& report) {
+  const TensorGroup& group = groups_[file.group];
+  std::vector<TensorPart> parts = file.parts;
+  for (TensorPart& part : parts) {
+    part.data = on_host(part.data);
+    if (part.data.storage().nbytes() != part.data.nbytes()) part.data = part.data.clone();
+  }
+  const PyValue value = group.python(parts);
+  const fs::path path = partial_ / file.name;
+  save_pt(value, path);
+  // Where the tensors came to lie in it.
+  const auto map = std::make_shared<const io::MappedFile>(path, io::Advice::kSequential);
+  const ZipReader zip(map);
+  const auto storages = pickle(value).storages;
+  std::unordered_map<const void*, std::uint64_t> positions;
+  for (std::size_t i = 0; i < storages.size(); ++i) {
+    const auto bytes = zip.records().at("data/" + std::to_string(i));
+    positions.emplace(storages[i].const_data_ptr(),
+                      static_cast<std::uint64_t>(bytes.data() - map->bytes().data()));
+  }
+  Json tensors = Json::array();
+  for (const TensorPart& part : parts) {
+    const auto dtype = file_dtype(part.data.scalar_type());
+    tensors.push_back({part.name, std::string(st::name(dtype)), part.shape, part.order, part.first,
+                       part.count,
+                       part.count > 0 ? positions.at(part.data.const_data_ptr()) : 0});
+    written_bytes_ += part.data.nbytes();
+  }
+  std::string hex;
+  for (const std::uint64_t sum : io::block_checksums(map->bytes())) hex += io::checksum_text(sum);
+  report.push_back({{"name", file.name},
+                    {"bytes", map->size()},
+                    {"checksums", std::move(hex)},
+                    {"group", group.name},
+                    {"tensors", std::move(tensors)}});
+}
+
+void Save::write_text(const std::string& name, const std::string& contents, Json& report) {
+  io::File file = io::File::create(partial_ / name);
+  file.write(contents.data(), contents.size(), 0);
+  file.sync();
+  file.close();
+  std::string hex;
+  for (const std::uint64_t sum : io::block_checksums(std::as_bytes(std::span(contents))))
+    hex += io::checksum_text(sum);
+  report.push_back({{"name", name}, {"bytes", contents.size()}, {"checksums", std::move(hex)}});
+}
+
+void Save::complete(const std::vector<std::string>& reports) {
+  io::Manifest manifest;
+  manifest.about = about_;
+  std::set<std::string> listed;
+  const auto add_file = [&](const Json& entry) {
+    io::SavedFile file;
+    file.name = entry.at("name").get<std::string>();
+    file.bytes = entry.at("bytes").get<std::uint64_t>();
+    const auto& hex = entry.at("checksums").get_ref<const std::string&>();
+    for (std::size_t at = 0; at < hex.size(); at += 16)
+      file.checksums.push_back(*io::parse_checksum(std::string_view(hex).substr(at, 16)));
+    if (!listed.insert(file.name).second)
+      throw StateError(text::concat("Two processes wrote the file ", file.name, "."));
+    manifest.files.push_back(std::move(file));
+  };
+  for (const TensorGroup& group : groups_) {
+    manifest.groups[group.name];
+    if (!group.aliases.empty()) manifest.aliases[group.name] = group.aliases;
+  }
+  for (const std::string& report : reports) {
+    for (const Json& entry : Json::parse(report)) {
+      add_file(entry);
+      if (!entry.contains("group")) continue;
+      auto& tensors = manifest.groups[entry["group"].get<std::string>()];
+      for (const Json& tensor : entry["tensors"]) {
+        io::SavedTensor& saved = tensors[tensor[0].get<std::string>()];
+        const auto dtype = *st::parse_dtype(tensor[1].get<std::string>());
+        const auto shape = tensor[2].get<std::vector<std::int64_t>>();
+        const auto order = tensor[3].get<std::vector<std::int64_t>>();
+        if (!saved.pieces.empty() &&
+            (saved.dtype != dtype || saved.shape != shape || saved.order != order)) {
+          throw StateError(text::concat("The processes have different shapes or dtypes of '",
+                                        tensor[0].get<std::string>(), "'."));
+        }
+        saved.dtype = dtype;
+        saved.shape = shape;
+        saved.order = order;
+        saved.pieces.push_back({manifest.files.size() - 1, tensor[4].get<std::int64_t>(),
+                                tensor[5].get<std::int64_t>(), tensor[6].get<std::uint64_t>()});
+      }
+    }
+  }
+  // What hooks put there.
+  for (const auto& entry : fs::recursive_directory_iterator(partial_)) {
+    if (!entry.is_regular_file()) continue;
+    const std::string name = entry.path().lexically_relative(partial_).string();
+    if (listed.contains(name)) continue;
+    io::File file = io::File::open_writable(entry.path());
+    file.sync();
+    const io::MappedFile map(entry.path());
+    manifest.files.push_back({name, map.size(), io::block_checksums(map.bytes())});
+  }
+  const fs::path path = partial_ / io::Manifest::kFileName;
+  manifest.check(path);
+  const std::string contents = manifest.text();
+  Json ignored = Json::array();
+  write_text(std::string(io::Manifest::kFileName), contents, ignored);
+  io::sync_folder(partial_);
+  io::replace_folder(partial_, folder_);
+}
+
+void Save::write(const comm::Group& group) {
+  const std::string path = folder_.string();
+  const std::string what = text::concat("saving the checkpoint ", path);
+  try {
+    Json report = Json::array();
+    together(group, what, path, [&] {
+      const at::NoGradGuard no_grad;
+      for (const OutFile& file : mine_) {
+        if (file.name.ends_with(".bin")) {
+          write_python(file, report);
+        } else {
+          write_tensors(file, report);
+        }
+      }
+      for (const auto& [name, contents] : texts_) write_text(name, contents, report);
+    });
+    const auto reports = group.all_gather_bytes(report.dump());
+    together(group, what, path, [&] {
+      if (group.rank() == 0) complete(reports);
+    });
+  } catch (...) {
+    if (group.rank() == 0) {
+      try {
+        io::delete_path(partial_);
+      } catch (const Error& error) {
+        log::warning(describe(error));  // the first error is the one to report
+      }
+    }
+    throw;
+  }
+}
+
+}  // namespace accelerate::checkpoint

@@ -1,0 +1,298 @@
+// save_state and load_state of the Accelerator: numbering, limits, asynchronous saves, hooks, custom
+// objects, where loaders stand, and Python's folders.
+
+#include <support/distributed.hpp>
+#include <support/python.hpp>
+
+#include <accelerate/accelerate.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+namespace accelerate {
+namespace {
+
+namespace fs = std::filesystem;
+using accelerate::testing::world;
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    hidden = register_module("hidden", torch::nn::Linear(6, 5));
+    norm = register_module("norm", torch::nn::BatchNorm1d(5));
+    out = register_module("out", torch::nn::Linear(5, 3));
+  }
+  at::Tensor forward(const at::Tensor& x) { return out(at::tanh(norm(hidden(x)))); }
+  torch::nn::Linear hidden{nullptr}, out{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+TORCH_MODULE(Net);
+
+at::Tensor batch(int step) {
+  return (at::arange(24, at::kFloat).reshape({4, 6}) * (step + 1)).sin();
+}
+
+struct Numbers {
+  at::Tensor get_batch(c10::ArrayRef<std::size_t> indices) {
+    return at::tensor(std::vector<std::int64_t>(indices.begin(), indices.end()));
+  }
+  std::optional<std::size_t> size() const { return 103; }
+};
+
+struct Counter {
+  std::int64_t value = 0;
+  Json state_dict() const { return {{"value", value}}; }
+  void load_state_dict(const Json& state) { value = state.at("value").get<std::int64_t>(); }
+};
+
+struct Averages {
+  at::Tensor mean = at::zeros({3});
+  std::vector<NamedTensor> state_dict() const { return {{"mean", mean}}; }
+  void load_state_dict(const std::vector<NamedTensor>& state) { mean.copy_(state.at(0).tensor); }
+};
+
+class Folder {
+ public:
+  Folder() {
+    std::string name;
+    if (world().rank() == 0)
+      name = io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
+    path_ = world().broadcast_bytes(name);
+  }
+  ~Folder() {
+    std::error_code ignored;
+    if (world().rank() == 0) fs::remove_all(path_, ignored);
+  }
+  fs::path path_;
+};
+
+class Checkpoints : public ::testing::Test {
+ protected:
+  AcceleratorOptions options(ProjectConfiguration project = {}) {
+    return AcceleratorOptions().cpu(true).project_config(project);
+  }
+  ProjectConfiguration numbered() {
+    return ProjectConfiguration().project_dir(folder.path_).automatic_checkpoint_naming(true);
+  }
+  std::set<std::string> names(const fs::path& in) {
+    world().barrier();
+    const auto all = io::names_in(in);
+    world().barrier();
+    return {all.begin(), all.end()};
+  }
+  Folder folder;
+};
+
+template <class Model, class Optimizer>
+std::vector<double> train(Accelerator& accelerator, Model& model, Optimizer& optimizer, int from,
+                          int to) {
+  std::vector<double> losses;
+  for (int step = from; step < to; ++step) {
+    const at::Tensor loss = model(batch(step)).square().mean();
+    accelerator.backward(loss);
+    optimizer.step();
+    optimizer.zero_grad();
+    losses.push_back(loss.template item<double>());
+  }
+  return losses;
+}
+
+TEST_F(Checkpoints, EverythingComesBackInTheMiddleOfAnEpoch) {
+  Accelerator accelerator(options());
+  set_seed(5);
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
+  optim::LambdaLR schedule(adam, [](std::int64_t step) { return 1.0 / (1.0 + step); });
+  auto plan = data::loader(Numbers(), torch::data::DataLoaderOptions().batch_size(4).workers(2));
+  auto [model, optimizer, scheduler, loader] = accelerator.prepare(net, adam, schedule, plan);
+  Counter counter;
+  Averages averages;
+  accelerator.register_for_checkpointing(counter, averages);
+  int hooks = 0;
+  auto handle = accelerator.register_save_state_pre_hook([&](const fs::path& where) {
+    ++hooks;
+    if (world().rank() == 0) std::ofstream(where / "notes.txt") << "mine";
+  });
+
+  std::vector<at::Tensor> seen;
+  int step = 0;
+  for (auto& numbers : loader) {
+    train(accelerator, model, optimizer, step, step + 1);
+    scheduler.step();
+    counter.value = ++step;
+    averages.mean.fill_(step);
+    if (step == 5) accelerator.save_state(folder.path_ / "saved");
+    if (step > 5) seen.push_back(numbers.clone());
+  }
+  handle.remove();
+  EXPECT_EQ(hooks, 1);
+  const auto weights = net->hidden->weight.detach().clone();
+  const auto drawn = at::rand({4});
+
+  Accelerator second(options());
+  set_seed(77);
+  Net other;
+  torch::optim::AdamW other_adam(other->parameters(), torch::optim::AdamWOptions(0.5));
+  optim::LambdaLR other_schedule(other_adam, [](std::int64_t step) { return 1.0 / (1.0 + step); });
+  auto [model2, optimizer2, scheduler2, loader2] =
+      second.prepare(other, other_adam, other_schedule, plan);
+  Counter counter2;
+  Averages averages2;
+  second.register_for_checkpointing(counter2, averages2);
+  fs::path told;
+  second.register_load_state_pre_hook([&](const fs::path& where) { told = where; });
+  second.load_state(folder.path_ / "saved");
+  EXPECT_EQ(told.filename(), "saved");
+  EXPECT_TRUE(fs::exists(told / "notes.txt"));
+  EXPECT_EQ(counter2.value, 5);
+  EXPECT_EQ(averages2.mean[0].item<double>(), 5);
+  std::size_t next = 0;
+  step = 5;
+  for (auto& numbers : loader2) {
+    ASSERT_LT(next, seen.size());
+    EXPECT_TRUE(at::equal(numbers, seen[next++]));
+    train(second, model2, optimizer2, step, step + 1);
+    scheduler2.step();
+    ++step;
+  }
+  EXPECT_EQ(next, seen.size());
+  EXPECT_TRUE(at::equal(other->hidden->weight, weights));
+  EXPECT_TRUE(at::equal(at::rand({4}), drawn));
+  EXPECT_EQ(optimizer2.learning_rates(), optimizer.learning_rates());
+}
+
+TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
+  const auto project = numbered().total_limit(2).keep_best(1);
+  const fs::path parent = folder.path_ / "checkpoints";
+  const auto run = [&](int saves, double first_metric, bool resume) {
+    Accelerator accelerator(options(project));
+    Net net;
+    auto model = accelerator.prepare(net);
+    if (resume) accelerator.load_state();
+    for (int i = 0; i < saves; ++i)
+      accelerator.save_state({}, SaveStateOptions().metric(first_metric - i));
+  };
+  EXPECT_THROW(run(0, 0, true), CheckpointError);  // nothing to go on from
+  run(4, 10, false);  // metrics 10, 9, 8, 7
+  EXPECT_EQ(names(parent),
+            (std::set<std::string>{"checkpoint_1", "checkpoint_2", "checkpoint_3", "latest"}));
+  run(3, 20, true);  // worse: 20, 19, 18
+  EXPECT_EQ(names(parent),
+            (std::set<std::string>{"checkpoint_3", "checkpoint_5", "checkpoint_6", "latest"}));
+  EXPECT_EQ(io::read_file(parent / "latest"), "checkpoint_6\n");
+}
+
+TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheNext) {
+  Accelerator accelerator(options(numbered()));
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  train(accelerator, model, optimizer, 0, 2);
+  const at::Tensor weight = net->hidden->weight.detach().clone();
+  const auto later = SaveStateOptions().asynchronous(true);
+  accelerator.save_state({}, later);
+  const auto losses = train(accelerator, model, optimizer, 2, 6);
+  EXPECT_GT(accelerator.save_progress().total, 0U);
+  accelerator.save_state({}, later);  // waits for the first
+  accelerator.wait_for_checkpoint();
+  EXPECT_FALSE(accelerator.save_progress().running);
+  EXPECT_FALSE(at::equal(net->hidden->weight, weight));
+  accelerator.load_state(folder.path_ / "checkpoints" / "checkpoint_0");
+  EXPECT_TRUE(at::equal(net->hidden->weight, weight));
+  EXPECT_EQ(train(accelerator, model, optimizer, 2, 6), losses);
+
+  io::faults::set_hook([](io::faults::Operation operation, const fs::path&, std::size_t&) {
+    return operation == io::faults::Operation::kSync ? EIO : 0;
+  });
+  accelerator.save_state({}, later);
+  EXPECT_THROW(accelerator.wait_for_checkpoint(), CheckpointError);
+  io::faults::set_hook(nullptr);
+  EXPECT_EQ(names(folder.path_ / "checkpoints"),
+            (std::set<std::string>{"checkpoint_0", "checkpoint_1", "latest"}));
+}
+
+TEST_F(Checkpoints, WhatDoesNotFitIsSaidBeforeAnythingChanges) {
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  EXPECT_THROW(accelerator.save_state(), ConfigError);
+  accelerator.save_state(folder.path_ / "saved");
+  Counter counter;
+  accelerator.register_for_checkpointing(counter);
+  EXPECT_THROW(accelerator.register_for_checkpointing(counter), StateError);
+  EXPECT_THROW(accelerator.load_state(folder.path_ / "saved"), CheckpointError);
+  EXPECT_THROW(accelerator.load_state(folder.path_ / "absent"), CheckpointError);
+}
+
+TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  const fs::path where = folder.path_ / "model";
+  const auto files = accelerator.save_model(model, where, "150B");
+  EXPECT_EQ(files.front(), "model.safetensors.index.json");
+  EXPECT_GT(files.size(), 2U);
+  EXPECT_EQ(accelerator.save_model(model, where), std::vector<std::string>{"model.safetensors"});
+  EXPECT_EQ(names(where), std::set<std::string>{"model.safetensors"});
+  accelerator.save_model(model, where, "10GB", /*safe_serialization=*/false);
+  for (const NamedTensor& tensor : checkpoint::load_file(where / "model.safetensors")) {
+    if (tensor.name == "hidden.weight") {
+      EXPECT_TRUE(at::equal(tensor.tensor, model.state_dict()[0].tensor));
+    }
+  }
+}
+
+TEST_F(Checkpoints, ASignalAsksAllRanksToStop) {
+  Accelerator accelerator(options());
+  EXPECT_FALSE(accelerator.stop_requested());
+  accelerator.stop_on_signals({SIGUSR1});
+  EXPECT_FALSE(accelerator.stop_requested());
+  if (world().rank() == world().size() - 1) ::raise(SIGUSR1);
+  EXPECT_TRUE(accelerator.stop_requested());
+  EXPECT_THROW(accelerator.stop_on_signals({SIGKILL}), ConfigError);
+}
+
+TEST_F(Checkpoints, PythonReadsOursAndWeReadPythons) {
+  if (world().size() > 1) GTEST_SKIP() << "one process on the other side";
+  if (!testing::has_python()) GTEST_SKIP() << "there is no Python";
+  const auto python = [&](const char* action, const fs::path& where) {
+    return testing::run_python("accelerator/checkpoint_reference.py",
+                               text::concat(action, " '", where.string(), "'"));
+  };
+  const auto expect_near = [](const std::vector<double>& ours, const Json& theirs) {
+    ASSERT_EQ(ours.size(), theirs.size());
+    for (std::size_t i = 0; i < ours.size(); ++i)
+      EXPECT_NEAR(ours[i], theirs[i].get<double>(), 1e-6) << "step " << i;
+  };
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::AdamW adam(net->parameters(),
+                           torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  train(accelerator, model, optimizer, 0, 2);
+  accelerator.save_state(folder.path_ / "ours");
+  const Json loaded = python("load", folder.path_ / "ours");
+  EXPECT_EQ(loaded.at("lr"), 0.02);
+  EXPECT_EQ(loaded.at("step"), 2.0);
+  expect_near(train(accelerator, model, optimizer, 2, 6), loaded.at("losses"));
+
+  const Json saved = python("save", folder.path_ / "theirs");
+  accelerator.load_state(folder.path_ / "theirs");
+  expect_near(train(accelerator, model, optimizer, 2, 6), saved.at("losses"));
+  EXPECT_EQ(optimizer.learning_rates(), std::vector<double>{0.05});
+}
+
+}  // namespace
+}  // namespace accelerate
