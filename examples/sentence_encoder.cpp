@@ -3,7 +3,6 @@
 // stay on disk; the vectors are the same.
 
 #include "support/bert.hpp"
-#include "support/peak_memory.hpp"
 #include "support/wordpiece.hpp"
 
 #include <accelerate/base/error.hpp>
@@ -11,6 +10,7 @@
 #include <accelerate/big_model/init_empty.hpp>
 #include <accelerate/big_model/load.hpp>
 #include <accelerate/big_model/sizes.hpp>
+#include <accelerate/tracking/tensor_bytes.hpp>
 
 #include <torch/nn/functional/normalization.h>
 #include <torch/utils.h>
@@ -34,6 +34,7 @@ struct Flags {
   std::string device_map = "auto";
   std::vector<std::string> max_memory;
   std::string dtype = "float32";
+  std::string trace;
   bool json = false;
 };
 
@@ -104,7 +105,7 @@ std::int64_t resident_limit(const accelerate::MaxMemory& limits, const DeviceMap
 }
 
 int run(const Flags& flags) {
-  trainer::count_tensor_bytes();
+  accelerate::tracking::count_cpu_tensors();
   const torch::NoGradGuard no_grad;
   const fs::path folder = flags.model;
   const bert::Config config = read_config(folder);
@@ -119,7 +120,8 @@ int run(const Flags& flags) {
                                                      {"bfloat16", at::kBFloat16},
                                                      {"float16", at::kHalf}};
   accelerate::LoadOptions load;
-  load.dtype(dtypes.at(flags.dtype)).no_split_module_classes({"Layer"});
+  // Copied, not mapped: then what is on the CPU counts as its memory.
+  load.dtype(dtypes.at(flags.dtype)).no_split_module_classes({"Layer"}).memory_map(false);
   accelerate::MaxMemory limits;
   for (const std::string& limit : flags.max_memory) {
     for (const auto& entry : accelerate::parse_max_memory(limit)) limits.push_back(entry);
@@ -157,6 +159,10 @@ int run(const Flags& flags) {
     ids[row].slice(0, 0, static_cast<std::int64_t>(line.size())).copy_(torch::tensor(line));
     mask[row].slice(0, 0, static_cast<std::int64_t>(line.size())).fill_(1);
   }
+  if (!flags.trace.empty()) {
+    model(ids, mask);  // once before, so that the next knows what comes
+    model.offload().trace_residency(flags.trace);
+  }
   at::Tensor embeddings = model(ids, mask).to(torch::kDouble);
   if (normalizes(folder)) embeddings = torch::nn::functional::normalize(embeddings);
 
@@ -167,7 +173,7 @@ int run(const Flags& flags) {
       const double* begin = embeddings[row].const_data_ptr<double>();
       out["embeddings"].push_back(std::vector<double>(begin, begin + embeddings.size(1)));
     }
-    out["peak_tensor_bytes"] = trainer::peak_tensor_bytes();
+    out["peak_tensor_bytes"] = accelerate::tracking::tensor_bytes().peak;
     out["weights_read_bytes"] = report.bytes + model.offload().statistics().read_bytes;
     std::cout << out.dump() << "\n";
     return 0;
@@ -208,6 +214,8 @@ int main(int argc, char** argv) {
   app.add_option("--dtype", flags.dtype, "What the weights are computed in")
       ->capture_default_str()
       ->check(CLI::IsMember({"float32", "float64", "bfloat16", "float16"}));
+  app.add_option("--trace", flags.trace,
+                 "A file for when which weights came and went, for tools/plot_residency.py");
   app.add_flag("--json", flags.json,
                "Print nothing but JSON: embeddings, peak_tensor_bytes, weights_read_bytes");
   try {

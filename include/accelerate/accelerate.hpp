@@ -8,6 +8,9 @@
 #include <accelerate/base/json.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/big_model/init_empty.hpp>
+#include <accelerate/big_model/load.hpp>
+#include <accelerate/big_model/sizes.hpp>
 #include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/comm/collectives.hpp>

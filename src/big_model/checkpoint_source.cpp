@@ -66,7 +66,20 @@ CheckpointSource::CheckpointSource(const fs::path& given) {
     for (const std::string& file : files) add_pt(path.parent_path() / file);
   } else {
     store_ = WeightStore::open(path);
+    if (name != "index.json") mapped_.emplace(path);
   }
+}
+
+at::Tensor CheckpointSource::map(std::string_view name) const {
+  at::Tensor tensor;
+  if (const auto found = tensors_.find(name); found != tensors_.end()) {
+    tensor = found->second;
+  } else if (mapped_ && mapped_->contains(name)) {
+    tensor = mapped_->get(name);
+  }
+  if (!tensor.defined() || !tensor.is_contiguous()) return {};
+  const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  return address % tensor.element_size() == 0 ? tensor : at::Tensor();
 }
 
 void CheckpointSource::add_pt(const fs::path& file) {

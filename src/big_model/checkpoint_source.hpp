@@ -1,11 +1,13 @@
 #pragma once
 
 #include <accelerate/big_model/weight_store.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,6 +30,11 @@ class CheckpointSource {
   void read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
                  const at::Tensor& tensor) const;
 
+  /// A weight as it lies in its mapped file: nothing is read yet, and writing to it does not change
+  /// the file. Undefined where it cannot be used so: in an offload folder, or when its elements are
+  /// not aligned.
+  at::Tensor map(std::string_view name) const;
+
   /// Null when the weights are in files of torch.save.
   const WeightStore* store() const noexcept { return tensors_.empty() ? &store_ : nullptr; }
 
@@ -36,6 +43,7 @@ class CheckpointSource {
 
   WeightStore store_;
   std::map<std::string, at::Tensor, std::less<>> tensors_;  // in mapped files
+  std::optional<checkpoints::TensorReader> mapped_;
 };
 
 }  // namespace accelerate::big_model

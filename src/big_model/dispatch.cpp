@@ -401,6 +401,7 @@ Dispatched::Forward::~Forward() {
   if (!impl.engine) return;
   try {
     if (state_->inference) impl.engine->end_pass();
+    impl.residency->rest();
     impl.residency->write_trace(impl.engine->units());
   } catch (const std::exception& error) {
     // Weights that were fetched ahead and not used; or the trace's file. The forward is over.

@@ -13,12 +13,17 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 
@@ -42,7 +47,27 @@ struct Piece {
   const Weight* weight;
   at::Tensor rows;
   std::int64_t begin, end;
+  bool mapped;
 };
+
+// Has the kernel read the pages of a mapped file in, and says so when it cannot: later that would
+// be a signal.
+void read_pages(const Piece& piece, const std::filesystem::path& path) {
+  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(piece.rows.const_data_ptr());
+  const std::uintptr_t from = begin / page * page;
+  const std::uintptr_t to = (begin + piece.rows.nbytes() + page - 1) / page * page;
+  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14
+  if (madvise(reinterpret_cast<void*>(from), to - from, kPopulateRead) == 0) return;
+  if (errno == EINVAL) {
+    madvise(reinterpret_cast<void*>(from), to - from, MADV_WILLNEED);
+    return;
+  }
+  throw CheckpointError(
+      text::concat("The weight '", piece.weight->stored_as, "' could not be read from ", path, ": ",
+                   std::generic_category().message(errno), "."),
+      path.string());
+}
 
 at::Device device_of(Place place) {
   return place.kind == Place::Kind::accelerator
@@ -110,14 +135,17 @@ class Loader {
     for (const Weight& weight : weights_) {
       if (weight.place == Place::disk()) continue;
       at::Tensor target = weight.entry.tensor.detach();
-      if (!weight.fill_in_place) {
+      const at::Tensor mapped = map(weight);
+      if (mapped.defined()) {
+        target = mapped;
+      } else if (!weight.fill_in_place) {
         // In the module's own order in memory, channels last for example.
         target = at::empty_like(weight.entry.tensor,
                                 at::TensorOptions(device_of(weight.place)).dtype(weight.dtype));
         big_model::use_huge_pages(target);
       }
       targets.push_back(target);
-      cut(weight, target, pieces);
+      cut(weight, target, mapped.defined(), pieces);
     }
     read(pieces);
     std::size_t next = 0;
@@ -254,14 +282,24 @@ class Loader {
       intercept::replace_data(by_name.at(entry.name)->entry.tensor, entry.tensor);
   }
 
-  void cut(const Weight& weight, const at::Tensor& target, std::vector<Piece>& pieces) const {
+  // The weight's memory in the mapped file, if it is to have that.
+  at::Tensor map(const Weight& weight) const {
+    const at::Tensor& tensor = weight.entry.tensor;
+    if (!options_.memory_map() || !tensor.is_meta() || weight.place != Place::cpu() ||
+        !tensor.is_contiguous() || source_.dtype(weight.stored_as) != weight.dtype)
+      return {};
+    return source_.map(weight.stored_as);
+  }
+
+  void cut(const Weight& weight, const at::Tensor& target, bool mapped,
+           std::vector<Piece>& pieces) const {
     if (target.numel() == 0) return;
     const at::Tensor rows = target.dim() == 0 ? target.unsqueeze(0) : target;
     const std::int64_t row_bytes = static_cast<std::int64_t>(target.nbytes()) / rows.size(0);
     const std::int64_t step = std::max<std::int64_t>(1, kPieceBytes / row_bytes);
     for (std::int64_t row = 0; row < rows.size(0); row += step) {
       const std::int64_t count = std::min(step, rows.size(0) - row);
-      pieces.push_back({&weight, rows.narrow(0, row, count), row, row + count});
+      pieces.push_back({&weight, rows.narrow(0, row, count), row, row + count, mapped});
     }
   }
 
@@ -285,7 +323,11 @@ class Loader {
         threads, pieces.size(),
         [&](std::size_t i) {
           const Piece& piece = pieces[i];
-          source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
+          if (piece.mapped) {
+            read_pages(piece, path_);
+          } else {
+            source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
+          }
           done += static_cast<std::int64_t>(piece.rows.nbytes());
         },
         options_.progress() ? std::function<void()>(watch) : nullptr);

@@ -59,11 +59,23 @@ void OffloadResidency::fill(const Unit& unit, const at::Tensor& buffer) {
 }
 
 at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
-  at::Tensor buffer = reuse.defined()
-                          ? std::move(reuse)
-                          : at::empty({unit.layout().total()},
-                                      at::TensorOptions(device_).dtype(unit.compute_dtype()));
-  use_huge_pages(buffer);
+  at::Tensor buffer = std::move(reuse);
+  {
+    // New memory costs a fault for each page, so weights of equal size take turns in one buffer.
+    const std::lock_guard lock(mutex_);
+    for (at::Tensor& spare : spare_) {
+      if (buffer.defined() || spare.numel() != unit.layout().total() ||
+          spare.scalar_type() != unit.compute_dtype())
+        continue;
+      buffer = std::move(spare);
+    }
+    spare_.clear();
+  }
+  if (!buffer.defined()) {
+    buffer =
+        at::empty({unit.layout().total()}, at::TensorOptions(device_).dtype(unit.compute_dtype()));
+    use_huge_pages(buffer);
+  }
   note(unit, Event::begins);
   auto job = bringer_.start([this, &unit, buffer] { fill(unit, buffer); });
   const std::lock_guard lock(mutex_);
@@ -82,7 +94,17 @@ void OffloadResidency::finish_bring(const Unit& unit, const at::Tensor&) {
   note(unit, Event::here);
 }
 
-void OffloadResidency::gone(const Unit& unit) noexcept { note(unit, Event::gone); }
+void OffloadResidency::gone(const Unit& unit, at::Tensor contents) noexcept {
+  note(unit, Event::gone);
+  const std::lock_guard lock(mutex_);
+  // Accelerators' allocators keep memory themselves.
+  if (contents.is_cpu() && contents.use_count() == 1) spare_.push_back(std::move(contents));
+}
+
+void OffloadResidency::rest() {
+  const std::lock_guard lock(mutex_);
+  spare_.clear();
+}
 
 void OffloadResidency::repointed(const Unit& unit) {
   throw StateError(text::concat(

@@ -34,7 +34,9 @@ class OffloadResidency final : public intercept::Residency {
 
   at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
   void finish_bring(const intercept::Unit& unit, const at::Tensor& contents) override;
-  void gone(const intercept::Unit& unit) noexcept override;
+  void gone(const intercept::Unit& unit, at::Tensor contents) noexcept override;
+  /// Gives back the memory that is kept for the next weights.
+  void rest();
   void repointed(const intercept::Unit& unit) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
                   const at::Tensor& contents) override;
@@ -68,6 +70,7 @@ class OffloadResidency final : public intercept::Residency {
   mutable std::mutex mutex_;                         // of the rest
   Counts counts_;
   std::unordered_map<int, std::shared_ptr<Bringer::Job>> jobs_;  // by unit
+  std::vector<at::Tensor> spare_;  // buffers of weights that just left
   std::optional<std::filesystem::path> trace_file_;
   std::chrono::steady_clock::time_point trace_start_;
   std::vector<Traced> traced_;

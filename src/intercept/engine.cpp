@@ -90,8 +90,7 @@ void Engine::empty(Entry& entry) {
     entry.buffer = std::move(contents);
   } else {
     resident_bytes_ -= entry.unit->storage().bytes();
-    contents.reset();
-    residency_.gone(*entry.unit);
+    residency_.gone(*entry.unit, std::move(contents));
   }
 }
 

@@ -411,7 +411,7 @@ TEST_F(BigModel, MapsByName) {
 }
 
 TEST_F(BigModel, AChainOfHooksKeepsOneModelOnTheDevice) {
-  // No second device here: the meta device shows what is moved, and cannot be moved back.
+  // On one device nothing moves; AcrossAGpu has one more.
   auto [first, first_hook] = cpu_offload_with_hook(net, at::kCPU);
   auto [second, second_hook] = cpu_offload_with_hook(mlp(), at::kCPU, first_hook);
   torch::NoGradGuard no_grad;
@@ -420,6 +420,37 @@ TEST_F(BigModel, AChainOfHooksKeepsOneModelOnTheDevice) {
   second_hook.offload();
   second_hook.remove();
   EXPECT_TRUE(at::equal(first(input), expected));
+}
+
+TEST_F(BigModel, AcrossAGpuTheHostAndTheDisk) {
+  if (get_max_memory().front().first.kind != Place::Kind::accelerator)
+    GTEST_SKIP() << "There is no GPU.";
+  torch::NoGradGuard no_grad;
+  const Place gpu = Place::accelerator(0);
+  for (const DeviceMap& map :
+       {DeviceMap{{"", gpu}},
+        DeviceMap{{"0", gpu}, {"2", Place::cpu()}, {"4", Place::disk()}, {"6", gpu}},
+        DeviceMap{{"0", Place::cpu()}, {"2", gpu}, {"4", Place::disk()}, {"6", Place::disk()}}}) {
+    for (const std::int64_t limit : {0, 1, 40000}) {
+      auto model = load_checkpoint_and_dispatch(empty(), file(), map, {},
+                                                OffloadOptions().resident_limit(limit));
+      for (int i = 0; i < 3; ++i) {
+        const at::Tensor output = model(input);
+        EXPECT_TRUE(output.is_cpu());  // where the input was
+        EXPECT_TRUE(at::allclose(output, expected, 1e-4, 1e-5));
+      }
+      EXPECT_TRUE(model(input.cuda()).is_cuda());
+    }
+  }
+  nn::Sequential whole = empty();
+  load_checkpoint_in_model(whole, file());
+  auto offloaded = cpu_offload(whole, at::Device(at::kCUDA, 0));
+  EXPECT_TRUE(at::allclose(offloaded(input), expected, 1e-4, 1e-5));
+  auto [hooked, hook] = cpu_offload_with_hook(net, at::Device(at::kCUDA, 0));
+  EXPECT_TRUE(at::allclose(hooked(input.cuda()).cpu(), expected, 1e-4, 1e-5));
+  EXPECT_TRUE(net->parameters()[0].is_cuda());
+  hook.offload();
+  EXPECT_TRUE(net->parameters()[0].is_cpu());
 }
 
 TEST_F(BigModel, OffloadFoldersAreThoseOfPython) {

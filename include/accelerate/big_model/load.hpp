@@ -24,6 +24,10 @@ class LoadOptions {
   /// Where weights whose place is the disk are copied to. Default: they are read where the
   /// checkpoint has them, without a copy; files of torch.save need a folder.
   TORCH_ARG(std::filesystem::path, offload_folder);
+  /// Whether weights without memory whose place is the CPU get that of the mapped file, where their
+  /// dtype stays. It is read now, and written to by nobody; but while the module is used, the file
+  /// must not be cut short. Otherwise they are copied. Default: true.
+  TORCH_ARG(bool, memory_map) = true;
   /// Files are read by so many threads; 0 for one per core, at most 4. Default: 0.
   TORCH_ARG(int, threads) = 0;
   /// Whether a bar is shown, once loading has taken half a second. Default: true.
