@@ -29,4 +29,5 @@ install(FILES
   "${PROJECT_BINARY_DIR}/package/accelerate-config-version.cmake"
   "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake"
   "${PROJECT_SOURCE_DIR}/cmake/FindMpiC.cmake"
+  "${PROJECT_SOURCE_DIR}/cmake/FindLibUring.cmake"
   DESTINATION "${_package}")

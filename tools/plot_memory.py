@@ -115,15 +115,6 @@ def main(arguments):
     parser.add_argument("--resident", action="store_true", help="draw the resident set too")
     options = parser.parse_args(arguments)
 
-    try:
-        import matplotlib
-    except ImportError:
-        fail("matplotlib is missing. Install it where this Python finds it: pip install matplotlib")
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    matplotlib.rcParams["svg.hashsalt"] = "accelerate-cpp"
-    from matplotlib import pyplot
-
     processes = [choose(read(path), options.rank, path) for path in options.files]
     for path, process in zip(options.files, processes):
         if process["sampling"]["failure"]:
@@ -136,6 +127,15 @@ def main(arguments):
         if not indexes:
             fail(f"{path} has no sample between {span[0]:g} s and {span[1]:g} s.")
     name, unit = scale(max(largest(process, options.resident, indexes) for process, indexes in zip(processes, chosen)))
+
+    try:
+        import matplotlib
+    except ImportError:
+        fail("matplotlib is missing. Install it where this Python finds it: pip install matplotlib")
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    matplotlib.rcParams["svg.hashsalt"] = "accelerate-cpp"
+    from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, len(processes), figsize=(1 + 4.2 * len(processes), 4.4), sharey="row", sharex="col",
                                    squeeze=False, height_ratios=[5, 1], layout="constrained")
@@ -152,7 +152,7 @@ def main(arguments):
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
     try:
-        figure.savefig(options.output, dpi=150, metadata={"Date": None} if options.output.suffix == ".svg" else None)
+        figure.savefig(options.output, dpi=110, metadata={"Date": None} if options.output.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         fail(f"{options.output} cannot be written: {error}")
     print(options.output)

@@ -212,10 +212,13 @@ Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
       accelerate::tracking::label(parameter, accelerate::MemoryKind::parameters);
     memory_.emplace(
         accelerate::tracking::MemoryTrackerOptions()
-            .label(accelerate::text::concat(accelerate::to_string(accelerator.strategy()), ", ",
-                                            accelerator.num_processes(), " process(es)"))
+            .label(accelerate::text::concat(
+                accelerate::to_string(accelerator.strategy()), ", ", accelerator.num_processes(),
+                accelerator.num_processes() == 1 ? " process" : " processes"))
             .rank(accelerator.process_index())
             .device(accelerator.device()));
+    // A path that cannot be written is found out now, and not after training.
+    if (accelerator.is_main_process()) memory_->write(flags.memory);
   }
   accelerator_.world().reset_traffic();
 }

@@ -8,6 +8,11 @@
 #include <accelerate/base/json.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/big_model/init_empty.hpp>
+#include <accelerate/big_model/load.hpp>
+#include <accelerate/big_model/sizes.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/comm/collectives.hpp>
 #include <accelerate/comm/group.hpp>
 #include <accelerate/core/memory.hpp>
@@ -17,4 +22,7 @@
 #include <accelerate/optim/optimizer.hpp>
 #include <accelerate/optim/scheduler.hpp>
 #include <accelerate/optim/schedules.hpp>
+#include <accelerate/parallel/activation_checkpointing.hpp>
+#include <accelerate/parallel/activation_offload.hpp>
 #include <accelerate/state/state.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>

@@ -2,7 +2,9 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
+#include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
+#include <accelerate/parallel/deepspeed.hpp>
 
 #include "accelerator/make_strategy.hpp"
 #include "accelerator/resolve.hpp"
@@ -68,6 +70,8 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   check_supported(mixed_precision_, device());
   strategy_ = resolved.strategy;
   fsdp_ = resolved.fsdp;
+  ddp_ = resolved.ddp;
+  deepspeed_ = resolved.deepspeed;
   if (resolved.state.debug()) fsdp_.verify_control_flow(true);
   if (strategy_ == StrategyKind::automatic && num_processes() == 1)
     strategy_ = StrategyKind::single;
@@ -78,8 +82,8 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
         "process."));
   }
   gradient_state_ = std::make_shared<GradientState>(resolved.gradient_accumulation, world());
-  if (mixed_precision_ == MixedPrecision::fp16 && options_.grad_scaler().enabled()) {
-    scaler_ = std::make_shared<GradScaler>(options_.grad_scaler(), world());
+  if (mixed_precision_ == MixedPrecision::fp16 && resolved.grad_scaler.enabled()) {
+    scaler_ = std::make_shared<GradScaler>(resolved.grad_scaler, world());
   }
   const Topology& topology = state_->topology();
   checkpointing_ = std::make_unique<detail::Checkpointing>(
@@ -143,7 +147,7 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
     set_stage(strategy_, fsdp_);
   }
   core->strategy = make_strategy(trained ? strategy_ : StrategyKind::single, std::move(record),
-                                 world(), options_.ddp(), fsdp_);
+                                 world(), ddp_, fsdp_);
   core->gradient_state = gradient_state_;
   core->device = device();
   core->mixed_precision = mixed_precision_;
@@ -159,7 +163,19 @@ std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
   for (const auto& known : optimizers_) {
     if (&known->optimizer() == optimizer.get()) return known;
   }
+  if (deepspeed_ &&
+      deepspeed_->optimizer_offload.device == parallel::DeepSpeedOffload::Device::nvme) {
+    const auto* offloaded = dynamic_cast<const optim::OffloadedAdamW*>(optimizer.get());
+    if (offloaded == nullptr || offloaded->offload().place() != optim::StatePlace::disk) {
+      throw ConfigError(text::concat(
+          "The DeepSpeed configuration keeps the optimizer's state on disk, in ",
+          deepspeed_->optimizer_offload.nvme_path,
+          ", and prepare() was given an optimizer that does not. Give it an optim::OffloadedAdamW "
+          "with OffloadOptions().place(StatePlace::disk).folder(...)."));
+    }
+  }
   auto core = std::make_shared<OptimizerCore>(std::move(optimizer), gradient_state_, scaler_);
+  if (deepspeed_) core->set_max_norm(deepspeed_->gradient_clipping);
   optimizers_.push_back(core);
   for (const ModuleEntry& entry : modules_) link(core, entry.core);
   return core;
@@ -305,22 +321,14 @@ void Accelerator::require_whole_gradients(const char* operation) const {
       "averaged over the ranks. Call it only if accelerator.sync_gradients()."));
 }
 
-namespace {
-
-// As torch.nn.utils.clip_grad_norm_.
-at::Tensor clip_factor(const at::Tensor& norm, double max_norm) {
-  return at::clamp(max_norm / (norm + 1e-6), /*min=*/std::nullopt, /*max=*/1.0);
-}
-
-}  // namespace
-
 at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm,
                                         double norm_type) {
   require_whole_gradients("clip_grad_norm_()");
   unscale_gradients();
   const at::NoGradGuard no_grad;
   const at::Tensor norm = model.strategy().grad_norm(norm_type);
-  if (std::isfinite(max_norm)) model.strategy().scale_gradients_(clip_factor(norm, max_norm));
+  if (std::isfinite(max_norm))
+    model.strategy().scale_gradients_(parallel::clip_factor(norm, max_norm));
   return norm;
 }
 
@@ -347,7 +355,7 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
   if (gradients.empty()) return at::zeros({}, at::TensorOptions().device(device()));
   const at::Tensor norm =
       at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, norm_type)), norm_type);
-  at::_foreach_mul_(gradients, clip_factor(norm, max_norm));
+  at::_foreach_mul_(gradients, parallel::clip_factor(norm, max_norm));
   return norm;
 }
 

@@ -19,10 +19,10 @@
 namespace accelerate::detail {
 
 namespace fs = std::filesystem;
-using checkpoint::together;
+using checkpoints::together;
 
-std::vector<checkpoint::NamedModule> named_modules(const Prepared& prepared) {
-  std::vector<checkpoint::NamedModule> modules;
+std::vector<checkpoints::NamedModule> named_modules(const Prepared& prepared) {
+  std::vector<checkpoints::NamedModule> modules;
   for (std::size_t i = 0; i < prepared.modules.size(); ++i)
     modules.push_back({i == 0 ? "" : numbered("model", i) + "/", prepared.modules[i]});
   return modules;
@@ -43,7 +43,7 @@ void check_state(const parallel::Strategy& strategy, const std::vector<NamedTens
                  const fs::path& folder, bool strict) {
   std::map<std::string, std::vector<std::int64_t>> given;
   for (const NamedTensor& entry : state) given.emplace(entry.name, entry.tensor.sizes().vec());
-  const checkpoint::TensorGroup group = checkpoint::module_group(strategy, "model");
+  const checkpoints::TensorGroup group = checkpoints::module_group(strategy, "model");
   std::map<std::string, std::vector<std::int64_t>> wanted;
   for (const auto& shard : strategy.shards()) wanted.emplace(shard.name, shard.global_shape);
   for (const NamedTensor& buffer : strategy.module().buffers())
@@ -81,20 +81,20 @@ void Checkpointing::load_of_python(const fs::path& folder, const LoadStateOption
                                    const Prepared& prepared) {
   const auto modules = named_modules(prepared);
   std::vector<std::vector<NamedTensor>> states;
-  std::vector<checkpoint::IncomingOptimizerState> optimizers;
+  std::vector<checkpoints::IncomingOptimizerState> optimizers;
   together(group_, "preparing to load a checkpoint of Python's", folder.string(), [&] {
     for (std::size_t i = 0; i < prepared.modules.size(); ++i) {
       const fs::path safetensors = folder / (numbered("model", i) + ".safetensors");
       const fs::path pickled = folder / (numbered("pytorch_model", i) + ".bin");
       states.push_back(fs::exists(safetensors)
-                           ? checkpoint::load_file(safetensors)
-                           : checkpoint::named_tensors(checkpoint::load_pt(pickled)));
+                           ? checkpoints::load_file(safetensors)
+                           : checkpoints::named_tensors(checkpoints::load_pt(pickled)));
       check_state(*prepared.modules[i], states.back(), folder, options.strict());
     }
     for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
       const fs::path path = folder / (numbered("optimizer", i) + ".bin");
       optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules,
-                              checkpoint::load_pt(path), path.string());
+                              checkpoints::load_pt(path), path.string());
     }
     for (const auto& hook : load_hooks_) {
       if (*hook) (*hook)(folder);
@@ -110,7 +110,7 @@ void Checkpointing::load_of_python(const fs::path& folder, const LoadStateOption
                             "are Python's own and were left as they are here."));
 }
 
-void Checkpointing::load_random(const checkpoint::Load& load) const {
+void Checkpointing::load_random(const checkpoints::Load& load) const {
   const int rank = savers_.world.rank();
   const std::string own = text::concat("random_states_", rank, ".json");
   const auto derive = [&](std::uint64_t seed) {
@@ -159,9 +159,9 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     load_of_python(target, options, prepared);
     return target;
   }
-  checkpoint::Load load(group_, target);
+  checkpoints::Load load(group_, target);
   const auto modules = named_modules(prepared);
-  std::vector<checkpoint::IncomingOptimizerState> optimizers;
+  std::vector<checkpoints::IncomingOptimizerState> optimizers;
   std::vector<std::pair<std::size_t, std::vector<NamedTensor>>> tensor_objects;
   std::vector<Json> loaders, schedulers, objects;
   const std::string path = load.folder().string();
@@ -181,7 +181,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     compare("loaders", "loaders", loaders_.size());
     compare("objects", "custom objects", objects_.size());
     for (std::size_t i = 0; i < modules.size(); ++i)
-      load.want_all(checkpoint::module_group(*prepared.modules[i], numbered("model", i)),
+      load.want_all(checkpoints::module_group(*prepared.modules[i], numbered("model", i)),
                     options.strict());
     for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
       const std::string name = numbered("optimizer", i);
@@ -201,11 +201,11 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
       }
       objects.emplace_back();
       auto& tensors = tensor_objects.emplace_back(i, objects_[i].save_tensors()).second;
-      checkpoint::TensorGroup group;
+      checkpoints::TensorGroup group;
       group.name = name;
       for (NamedTensor& entry : tensors) {
         entry.tensor = entry.tensor.detach().clone();
-        group.parts.push_back(checkpoint::whole_part(entry.name, entry.tensor));
+        group.parts.push_back(checkpoints::whole_part(entry.name, entry.tensor));
       }
       load.want_all(group, /*strict=*/true);
     }

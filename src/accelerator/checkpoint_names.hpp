@@ -25,7 +25,7 @@ std::filesystem::path newest_checkpoint(const std::filesystem::path& parent);
 std::vector<std::filesystem::path> superfluous(const std::filesystem::path& parent,
                                                const ProjectConfiguration& project);
 // What stands before the names of each module's parameters in an optimizer's state.
-std::vector<checkpoint::NamedModule> named_modules(const Prepared& prepared);
+std::vector<checkpoints::NamedModule> named_modules(const Prepared& prepared);
 // A loader's state on this process, out of that of all processes that saved. Throws CheckpointError
 // when those stood at different places and were not as many as there are now.
 Json own_state(const Json& states, const comm::Group& group, const std::string& path);

@@ -22,13 +22,13 @@
 namespace accelerate::detail {
 
 namespace fs = std::filesystem;
-using checkpoint::together;
+using checkpoints::together;
 
 // ------------------------------------------------------------------------------------- what there
 // is
 
 struct Checkpointing::InFlight {
-  std::unique_ptr<checkpoint::Save> save;
+  std::unique_ptr<checkpoints::Save> save;
   std::thread thread;
   std::exception_ptr failure;
   std::atomic<bool> done{false};
@@ -166,17 +166,17 @@ std::string dumped(const Json& json) { return json.dump(1) + "\n"; }
 
 }  // namespace
 
-std::unique_ptr<checkpoint::Save> Checkpointing::collect(const fs::path& folder,
+std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder,
                                                          const SaveStateOptions& options,
                                                          const Prepared& prepared,
                                                          std::int64_t number) {
-  auto save = std::make_unique<checkpoint::Save>(group_, folder);
+  auto save = std::make_unique<checkpoints::Save>(group_, folder);
   const bool first = group_.rank() == 0;
   const auto modules = named_modules(prepared);
   for (std::size_t i = 0; i < prepared.modules.size(); ++i)
-    save->add(checkpoint::module_group(*prepared.modules[i], numbered("model", i)));
+    save->add(checkpoints::module_group(*prepared.modules[i], numbered("model", i)));
   for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
-    auto state = checkpoint::optimizer_state(prepared.optimizers[i]->optimizer(), modules, group_,
+    auto state = checkpoints::optimizer_state(prepared.optimizers[i]->optimizer(), modules, group_,
                                              numbered("optimizer", i));
     save->add(std::move(state.tensors));
     save->add_file(numbered("optimizer", i) + ".json", dumped(state.description));
@@ -203,10 +203,10 @@ std::unique_ptr<checkpoint::Save> Checkpointing::collect(const fs::path& folder,
       if (objects_[i].save) {
         save->add_file(name + ".json", dumped(objects_[i].save()));
       } else {
-        checkpoint::TensorGroup tensors;
+        checkpoints::TensorGroup tensors;
         tensors.name = name;
         for (const NamedTensor& entry : objects_[i].save_tensors()) {
-          tensors.parts.push_back(checkpoint::whole_part(entry.name, entry.tensor));
+          tensors.parts.push_back(checkpoints::whole_part(entry.name, entry.tensor));
           tensors.parts.back().of_first_process = true;
         }
         save->add(std::move(tensors));
@@ -283,7 +283,7 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
   return in_flight_->save->folder();
 }
 
-void Checkpointing::write(checkpoint::Save& save, const comm::Group& group, bool numbered) {
+void Checkpointing::write(checkpoints::Save& save, const comm::Group& group, bool numbered) {
   const auto start = std::chrono::steady_clock::now();
   save.write(group);
   if (numbered) tidy(group, save.folder());
@@ -306,7 +306,7 @@ void Checkpointing::tidy(const comm::Group& group, const fs::path& newest) {
   });
   text = group.broadcast_bytes(text);
   if (text.empty() || text == "[]") return;
-  checkpoint::Load(group, newest).verify();
+  checkpoints::Load(group, newest).verify();
   together(group, "deleting old checkpoints", parent.string(), [&] {
     if (group.rank() != 0) return;
     for (const Json& name : Json::parse(text)) {

@@ -25,7 +25,8 @@ std::vector<at::Tensor> gather_rows(const at::Tensor& own, const comm::Group& gr
     message = Json{{"dtype", static_cast<int>(rows.scalar_type())}, {"shape", rows.sizes().vec()}}
                   .dump() +
               "\n";
-    message.append(static_cast<const char*>(rows.const_data_ptr()), rows.nbytes());
+    if (rows.nbytes() > 0)
+      message.append(static_cast<const char*>(rows.const_data_ptr()), rows.nbytes());
   }
   std::vector<at::Tensor> by_rank;
   at::Tensor some;
@@ -36,7 +37,8 @@ std::vector<at::Tensor> gather_rows(const at::Tensor& own, const comm::Group& gr
     if (!header.is_null()) {
       rows = at::empty(header.at("shape").get<std::vector<std::int64_t>>(),
                        static_cast<at::ScalarType>(header.at("dtype").get<int>()));
-      std::memcpy(rows.mutable_data_ptr(), other.data() + end + 1, rows.nbytes());
+      if (rows.nbytes() > 0)  // without rows there is no memory to copy to
+        std::memcpy(rows.mutable_data_ptr(), other.data() + end + 1, rows.nbytes());
       some = rows;
     }
     by_rank.push_back(rows);

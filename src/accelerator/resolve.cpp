@@ -2,6 +2,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/parallel/deepspeed.hpp>
 
 #include <c10/core/Device.h>
 #include <nlohmann/json.hpp>
@@ -150,6 +151,11 @@ constexpr std::pair<StrategyKind, std::string_view> kStrategies[] = {
 
 }  // namespace
 
+AcceleratorOptions& AcceleratorOptions::deepspeed(const parallel::DeepSpeedConfig& config) {
+  deepspeed_ = std::make_shared<const parallel::DeepSpeedConfig>(config);
+  return *this;
+}
+
 std::string_view to_string(StrategyKind strategy) {
   for (const auto& [kind, name] : kStrategies) {
     if (kind == strategy) return name;
@@ -236,8 +242,6 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
     }
     resolved.fsdp = *fsdp;
   }
-  set_stage(resolved.strategy, resolved.fsdp);
-  set_precision(resolved.mixed_precision, resolved.fsdp);
   if (options.gradient_accumulation()) {
     if (options.gradient_accumulation_steps().value_or(1) != 1) {
       throw ConfigError(text::concat(
@@ -261,6 +265,12 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
                                    resolved.gradient_accumulation.num_steps(),
                                    " micro-batches was asked for, and at least 1 is needed."));
   }
+  resolved.ddp = options.ddp();
+  resolved.grad_scaler = options.grad_scaler();
+  resolved.deepspeed = read_deepspeed(options, environment);
+  if (resolved.deepspeed) apply_deepspeed(*resolved.deepspeed, options, resolved);
+  set_stage(resolved.strategy, resolved.fsdp);
+  set_precision(resolved.mixed_precision, resolved.fsdp);
 
   resolved.state.cpu(sources.flag(options.cpu(), "ACCELERATE_USE_CPU", "cpu", false));
   resolved.state.debug(sources.flag(options.debug(), "ACCELERATE_DEBUG_MODE", "debug", false));

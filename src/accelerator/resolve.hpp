@@ -14,6 +14,10 @@ struct ResolvedOptions {
   StrategyKind strategy = StrategyKind::automatic;
   GradientAccumulationOptions gradient_accumulation;
   FsdpOptions fsdp;
+  DdpOptions ddp;
+  GradScalerOptions grad_scaler;
+  /// What is applied of it is in the fields above; kept for the optimizer. May be null.
+  std::shared_ptr<const parallel::DeepSpeedConfig> deepspeed;
 };
 
 /// The one place where arguments, environment and configuration file meet: argument > environment >
@@ -22,6 +26,16 @@ struct ResolvedOptions {
 /// was said.
 ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& environment,
                         const Json& file);
+
+/// The DeepSpeed configuration of `options`, or the one that the environment names, as Python's
+/// launcher does. Null when neither has one. Throws ConfigError as DeepSpeedConfig::read does.
+std::shared_ptr<const parallel::DeepSpeedConfig> read_deepspeed(const AcceleratorOptions& options,
+                                                                const Environment& environment);
+
+/// Puts the configuration's settings where they belong. Throws ConfigError, naming both, when an
+/// option says otherwise.
+void apply_deepspeed(const parallel::DeepSpeedConfig& config, const AcceleratorOptions& options,
+                     ResolvedOptions& resolved);
 
 /// zero1 to zero3 are FsdpOptions with a name; does nothing for the other strategies.
 void set_stage(StrategyKind strategy, FsdpOptions& fsdp);

@@ -17,14 +17,14 @@ std::vector<std::string> Accelerator::save_model(PreparedModuleBase& model,
   const auto state = model.state_dict(
       parallel::StateDictOptions().rank0_only(true).offload_to_cpu(model.strategy().owns_leaves()));
   std::vector<std::string> files;
-  checkpoint::together(world(), "save_model()", folder.string(), [&] {
+  checkpoints::together(world(), "save_model()", folder.string(), [&] {
     if (!is_main_process()) return;
     io::make_folders(folder);
     if (safe_serialization) {
-      files = checkpoint::save_sharded(state, folder, max_shard_size);
+      files = checkpoints::save_sharded(state, folder, max_shard_size);
     } else {
       files = {"pytorch_model.bin"};
-      checkpoint::save_pt(checkpoint::state_dict(state), folder / files.front());
+      checkpoints::save_pt(checkpoints::state_dict(state), folder / files.front());
     }
   });
   return Json::parse(world().broadcast_bytes(Json(files).dump())).get<std::vector<std::string>>();

@@ -11,6 +11,9 @@ PeerLostError::PeerLostError(const std::string& message, std::string operation, 
                              int lost_rank)
     : DistributedError(message, std::move(operation), rank), lost_rank_(lost_rank) {}
 
+FileError::FileError(const std::string& message, std::string path, int code)
+    : Error(message), path_(std::move(path)), code_(code) {}
+
 CheckpointError::CheckpointError(const std::string& message, std::string path)
     : Error(message), path_(std::move(path)) {}
 

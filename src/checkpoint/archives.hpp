@@ -4,7 +4,7 @@
 #include <torch/serialize/input-archive.h>
 #include <torch/serialize/output-archive.h>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 // An optimizer gives out and takes its state through LibTorch's archives, whose contents can
 // otherwise be reached only by writing a zip file and reading it back. An explicit instantiation
@@ -29,4 +29,4 @@ inline torch::jit::Module& contents(torch::serialize::InputArchive& archive) {
   return archive.*archive_member(InputModule{});
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

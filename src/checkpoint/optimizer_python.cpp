@@ -10,7 +10,7 @@
 
 #include <map>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 using torch::optim::Optimizer;
 
@@ -188,4 +188,4 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
   }
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -11,7 +11,7 @@
 #include <typeinfo>
 #include <unordered_map>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 using torch::optim::Optimizer;
 
@@ -134,4 +134,4 @@ Json options_of(const torch::jit::Module& group, const std::string& type) {
   return options;
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -12,7 +12,7 @@
 #include <vector>
 
 // What saving and loading optimizers, for ourselves and from Python, have in common.
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 // A parameter as an optimizer of this process has it.
 struct Slot {
@@ -55,4 +55,4 @@ struct IncomingOptimizerState::Impl {
   std::vector<std::map<std::string, c10::IValue>> options;
 };
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -17,7 +17,7 @@
 
 #include <set>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 namespace {
 
 using torch::optim::Optimizer;
@@ -302,4 +302,4 @@ void IncomingOptimizerState::apply() {
   optimizer.load(archive);
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -15,7 +15,7 @@
 #include "checkpoint/pickler.hpp"
 #include "checkpoint/torch_names.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace {
 
@@ -240,4 +240,4 @@ class Pickler {
 
 Pickled pickle(const PyValue& value) { return Pickler().run(value); }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

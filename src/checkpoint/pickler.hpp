@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// A value as a pickle of protocol 2, and the storages that it refers to by their place in the
 /// list.
@@ -20,4 +20,4 @@ struct Pickled {
 /// Throws UnsupportedError when a tensor in it is sparse, quantized, undefined or without data.
 Pickled pickle(const PyValue& value);
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

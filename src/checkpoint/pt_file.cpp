@@ -20,7 +20,7 @@
 #include "checkpoint/unpickler.hpp"
 #include "checkpoint/zip_reader.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace fs = std::filesystem;
 
@@ -171,4 +171,4 @@ void save_pt(const PyValue& value, const fs::path& path) {
   }
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

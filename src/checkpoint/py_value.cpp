@@ -4,7 +4,7 @@
 
 #include <array>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace {
 const PyValue* find_key(const std::vector<std::pair<PyValue, PyValue>>& items,
@@ -91,4 +91,4 @@ PyValue state_dict(const std::vector<NamedTensor>& tensors) {
   return dict;
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

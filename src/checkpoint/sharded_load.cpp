@@ -11,7 +11,7 @@
 #include <numeric>
 #include <set>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace fs = std::filesystem;
 
@@ -228,4 +228,4 @@ void Load::read() {
   for (const Wanted& wanted : wanted_) read_one(wanted, reader);
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -18,7 +18,7 @@
 #include <tuple>
 #include <unordered_map>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace fs = std::filesystem;
 namespace st = io::safetensors;
@@ -472,4 +472,4 @@ void Save::write(const comm::Group& group) {
   }
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -10,10 +10,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
+#include <optional>
 #include <set>
 #include <tuple>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace fs = std::filesystem;
 namespace st = io::safetensors;
@@ -54,6 +56,25 @@ using Identity = std::tuple<const void*, const void*, c10::ScalarType, std::vect
 Identity identity(const at::Tensor& tensor) {
   return {tensor.storage().unsafeGetStorageImpl(), tensor.const_data_ptr(), tensor.scalar_type(),
           tensor.sizes().vec(), tensor.strides().vec()};
+}
+
+// Throws unless the tensor has memory of its own that can be read and filled element by element.
+void check_plain(const NamedTensor& named) {
+  const at::Tensor& tensor = named.tensor;
+  const char* problem = nullptr;
+  if (!tensor.defined()) {
+    problem = "is undefined";
+  } else if (tensor.layout() != at::kStrided) {
+    problem = "is sparse; make it dense first";
+  } else if (tensor.is_quantized()) {
+    problem = "is quantized; dequantize it, or save its parts";
+  } else if (tensor.is_meta()) {
+    problem = "is on the meta device and has no data";
+  }
+  if (problem != nullptr) {
+    throw UnsupportedError(text::concat("The tensor '", named.name, "' ", problem,
+                                        ". It can be neither saved nor loaded."));
+  }
 }
 
 // The tensors that are stored, and for the others the name they are stored under.
@@ -166,21 +187,8 @@ c10::ScalarType tensor_dtype(st::Dtype dtype) {
 }
 
 st::TensorInfo tensor_info(const NamedTensor& named) {
+  check_plain(named);
   const at::Tensor& tensor = named.tensor;
-  const char* problem = nullptr;
-  if (!tensor.defined()) {
-    problem = "is undefined";
-  } else if (tensor.layout() != at::kStrided) {
-    problem = "is sparse; make it dense first";
-  } else if (tensor.is_quantized()) {
-    problem = "is quantized; dequantize it, or save its parts";
-  } else if (tensor.is_meta()) {
-    problem = "is on the meta device and has no data";
-  }
-  if (problem != nullptr) {
-    throw UnsupportedError(
-        text::concat("The tensor '", named.name, "' ", problem, ". It cannot be saved."));
-  }
   st::TensorInfo info{
       .name = named.name, .dtype = file_dtype(tensor.scalar_type()), .shape = tensor.sizes().vec()};
   if (info.dtype == st::Dtype::kF4) {
@@ -344,48 +352,112 @@ std::vector<NamedTensor> load_file(const fs::path& path) {
   return tensors;
 }
 
-Mismatch load_into(const std::vector<NamedTensor>& tensors, const fs::path& path, bool strict) {
-  const TensorReader reader(path);
+namespace {
+
+// Where tensors are loaded from: a file, or tensors in memory.
+struct Source {
+  fs::path path;
+  std::vector<std::string> names;
+  // Nothing when there is no such tensor.
+  std::function<std::optional<std::vector<std::int64_t>>(std::string_view name)> shape;
+  // Names that share a tensor have one stored name.
+  std::function<std::string_view(std::string_view name)> stored_name;
+  std::function<void(std::string_view name, const at::Tensor& into)> read;
+};
+
+Mismatch fill(const std::vector<NamedTensor>& tensors, const Source& source, bool strict) {
   Mismatch mismatch;
   std::vector<std::string> shapes;
+  std::vector<const NamedTensor*> found;
   std::set<std::string_view> used;
-  std::map<Identity, bool> filled;
+  std::set<Identity> filled;
   for (const NamedTensor& named : tensors) {
-    tensor_info(named);  // refuses what has no memory to fill
-    bool& has_one = filled[identity(named.tensor)];
-    if (!reader.contains(named.name)) continue;
-    has_one = true;
-    used.insert(reader.stored_name(named.name));
-    const auto shape = reader.shape(named.name);
-    if (named.tensor.sizes() != shape) {
-      shapes.push_back(text::concat("'", named.name, "' is ", shape_text(shape),
+    check_plain(named);
+    const auto shape = source.shape(named.name);
+    if (!shape) continue;
+    found.push_back(&named);
+    filled.insert(identity(named.tensor));
+    used.insert(source.stored_name(named.name));
+    if (named.tensor.sizes() != *shape) {
+      shapes.push_back(text::concat("'", named.name, "' is ", shape_text(*shape),
                                     " in the file and ", shape_text(named.tensor.sizes()),
                                     " here"));
     }
   }
   for (const NamedTensor& named : tensors) {
-    if (!filled[identity(named.tensor)]) mismatch.missing.push_back(named.name);
+    if (!filled.contains(identity(named.tensor))) mismatch.missing.push_back(named.name);
   }
-  for (const std::string& name : reader.names()) {
-    if (!used.contains(reader.stored_name(name))) mismatch.unexpected.push_back(name);
+  for (const std::string& name : source.names) {
+    if (!used.contains(source.stored_name(name))) mismatch.unexpected.push_back(name);
   }
   std::string problems;
   if (!shapes.empty()) problems += " Shapes differ: " + text::join(shapes) + ".";
   if (strict && !mismatch.missing.empty())
     problems += " The file lacks " + text::join(mismatch.missing) + ".";
-  if (strict && !mismatch.unexpected.empty()) {
+  if (strict && !mismatch.unexpected.empty())
     problems += " The file also has " + text::join(mismatch.unexpected) + ".";
-  }
   if (!problems.empty()) {
-    throw CheckpointError(reader.files().path().string() +
-                              " does not fit, and nothing was changed." + problems +
-                              " It seems to be of another model.",
-                          reader.files().path().string());
+    throw CheckpointError(source.path.string() + " does not fit, and nothing was changed." +
+                              problems + " It seems to be of another model.",
+                          source.path.string());
   }
-  for (const NamedTensor& named : tensors) {
-    if (reader.contains(named.name)) reader.read_into(named.name, named.tensor);
-  }
+  for (const NamedTensor* named : found) source.read(named->name, named->tensor);
   return mismatch;
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace
+
+Mismatch load_into(const std::vector<NamedTensor>& tensors, const fs::path& path, bool strict) {
+  const TensorReader reader(path);
+  Source source{.path = reader.files().path(),
+                .names = reader.names(),
+                .shape = {},
+                .stored_name = {},
+                .read = {}};
+  source.shape = [&](std::string_view name) -> std::optional<std::vector<std::int64_t>> {
+    if (!reader.contains(name)) return std::nullopt;
+    return reader.shape(name);
+  };
+  source.stored_name = [&](std::string_view name) { return reader.stored_name(name); };
+  source.read = [&](std::string_view name, const at::Tensor& into) {
+    reader.read_into(name, into);
+  };
+  return fill(tensors, source, strict);
+}
+
+Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::vector<NamedTensor>& from,
+                   const fs::path& path, bool strict) {
+  std::map<std::string_view, const at::Tensor*> by_name;
+  Source source{.path = path, .names = {}, .shape = {}, .stored_name = {}, .read = {}};
+  for (const NamedTensor& named : from) {
+    check_plain(named);
+    by_name.emplace(named.name, &named.tensor);
+    source.names.push_back(named.name);
+  }
+  source.shape = [&](std::string_view name) -> std::optional<std::vector<std::int64_t>> {
+    const auto at = by_name.find(name);
+    if (at == by_name.end()) return std::nullopt;
+    return at->second->sizes().vec();
+  };
+  source.stored_name = [](std::string_view name) { return name; };
+  source.read = [&](std::string_view name, const at::Tensor& into) {
+    into.detach().copy_(*by_name.at(name));
+  };
+  return fill(tensors, source, strict);
+}
+
+std::vector<NamedTensor> module_tensors(const ModuleRecord& module) {
+  std::vector<NamedTensor> tensors;
+  const auto walk = [&](const auto& self, const ModuleNode& node) -> void {
+    for (const auto* own : {&node.parameters, &node.buffers}) {
+      for (const NamedTensor& named : *own) {
+        if (named.tensor.defined()) tensors.push_back(named);  // not a bias that is switched off
+      }
+    }
+    for (const ModuleNode& child : node.children) self(self, child);
+  };
+  walk(walk, module.root());
+  return tensors;
+}
+
+}  // namespace accelerate::checkpoints

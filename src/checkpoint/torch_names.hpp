@@ -5,7 +5,7 @@
 #include <array>
 #include <string_view>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// What Python calls a dtype, and the class of storages that a file names for it. The newer dtypes
 /// have none: their storage is "UntypedStorage" and the dtype stands beside it.
@@ -43,4 +43,4 @@ inline constexpr std::array<TorchName, 22> kTorchNames{{
 /// Values within values, as deep as this: Python's own state dicts have five levels.
 inline constexpr int kMostDepth = 200;
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

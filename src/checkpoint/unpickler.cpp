@@ -17,7 +17,7 @@
 #include "checkpoint/torch_names.hpp"
 #include "checkpoint/unpickler.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace {
 
@@ -48,7 +48,7 @@ std::optional<std::u32string> decode_utf8(std::string_view text) {
 class Machine {
  public:
   Machine(std::string_view pickle, const StorageOf& storage_of, const std::filesystem::path& path)
-      : in_(pickle), storage_of_(storage_of), path_(path), budget_(1'000'000 + pickle.size()) {}
+      : in_(pickle), storage_of_(storage_of), path_(path), budget_(100'000 + 2 * pickle.size()) {}
 
   PyValue run() {
     while (step()) {
@@ -165,14 +165,14 @@ class Machine {
     texts_.push_back(owned_.back());
     push(Tag::kBytes, texts_.size() - 1);
   }
-  void push_tuple(std::vector<Value> items) {
+  void push_list(Tag tag, std::vector<Value> items) {
     lists_.push_back(std::move(items));
-    push(Tag::kTuple, lists_.size() - 1);
+    push(tag, lists_.size() - 1);
   }
-  void push_tuple(std::size_t size) {
-    std::vector<Value> items(size);
-    for (std::size_t i = size; i-- > 0;) items[i] = pop();
-    push_tuple(std::move(items));
+  std::vector<Value> pop_some(std::size_t count) {
+    std::vector<Value> items(count);
+    for (std::size_t i = count; i-- > 0;) items[i] = pop();
+    return items;
   }
   void push_dict(bool ordered) {
     dicts_.emplace_back().ordered = ordered;
@@ -199,163 +199,78 @@ class Machine {
 
   // ------------------------------------------------------------------------------- operations
 
-  // False at the end. The letters are those of Python's pickletools.
+  // False at the end. The names are those of Python's pickletools.
   bool step() {
     const auto code = static_cast<unsigned char>(take(1)[0]);
+    // clang-format off
     switch (code) {
-      case '.':
-        return false;  // STOP
-      case 0x80:
-        protocol();
-        break;  // PROTO
-      case 0x95:
-        take(8);
-        break;  // FRAME
-      case '(':
-        marks_.push_back(stack_.size());
-        break;  // MARK
-      case '0':
-        pop();
-        break;  // POP
-      case '1':
-        pop_to_mark();
-        break;  // POP_MARK
-      case '2':
-        stack_.push_back(Value(top()));
-        break;  // DUP
-      case 'N':
-        push(Tag::kNone);
-        break;  // NONE
-      case 0x88:
-        push(Tag::kBool, 1);
-        break;  // NEWTRUE
-      case 0x89:
-        push(Tag::kBool, 0);
-        break;  // NEWFALSE
-      case 'J':
-        push(Tag::kInt,
-             static_cast<std::uint64_t>(std::int64_t{static_cast<std::int32_t>(number(4))}));
-        break;  // BININT
-      case 'K':
-        push(Tag::kInt, number(1));
-        break;  // BININT1
-      case 'M':
-        push(Tag::kInt, number(2));
-        break;  // BININT2
-      case 0x8a:
-        long_integer(number(1));
-        break;  // LONG1
-      case 0x8b:
-        long_integer(number(4));
-        break;  // LONG4
-      case 'G':
-        real();
-        break;  // BINFLOAT
-      case 'X':
-        push_text(take(number(4)));
-        break;  // BINUNICODE
-      case 0x8c:
-        push_text(take(number(1)));
-        break;  // SHORT_BINUNICODE
-      case 0x8d:
-        push_text(take(number(8)));
-        break;  // BINUNICODE8
-      case 'U':
-        push_text(take(number(1)));
-        break;  // SHORT_BINSTRING: text of Python 2
-      case 'B':
-        push_bytes(std::string(take(number(4))));
-        break;  // BINBYTES
-      case 'C':
-        push_bytes(std::string(take(number(1))));
-        break;  // SHORT_BINBYTES
-      case 0x8e:
-        push_bytes(std::string(take(number(8))));
-        break;  // BINBYTES8
-      case ')':
-        push_tuple(std::vector<Value>());
-        break;  // EMPTY_TUPLE
-      case 0x85:
-        push_tuple(1);
-        break;  // TUPLE1
-      case 0x86:
-        push_tuple(2);
-        break;  // TUPLE2
-      case 0x87:
-        push_tuple(3);
-        break;  // TUPLE3
-      case 't':
-        push_tuple(pop_to_mark());
-        break;  // TUPLE
-      case ']':
-        lists_.emplace_back();
-        push(Tag::kList, lists_.size() - 1);
-        break;  // EMPTY_LIST
-      case 'a': {
-        const Value item = pop();
-        append({item});
-        break;
-      }  // APPEND
-      case 'e':
-        append(pop_to_mark());
-        break;  // APPENDS
-      case '}':
-        push_dict(false);
-        break;  // EMPTY_DICT
-      case 's': {
-        const Value value = pop(), key = pop();
-        set_items({key, value});
-        break;
-      }  // SETITEM
-      case 'u':
-        set_items(pop_to_mark());
-        break;  // SETITEMS
-      case 'q':
-        remember(number(1));
-        break;  // BINPUT
-      case 'r':
-        remember(number(4));
-        break;  // LONG_BINPUT
-      case 0x94:
-        remember(memo_.size());
-        break;  // MEMOIZE
-      case 'h':
-        recall(number(1));
-        break;  // BINGET
-      case 'j':
-        recall(number(4));
-        break;  // LONG_BINGET
-      case 'c': {
-        const auto module = line();
-        global(module, line());
-        break;
-      }             // GLOBAL
-      case 0x93: {  // STACK_GLOBAL
-        const Value name = pop(), module = pop();
-        global(text_of(module, "a module's name"), text_of(name, "a name"));
-        break;
-      }
-      case 'Q':
-        persistent(pop());
-        break;  // BINPERSID
-      case 'R': {
-        const Value arguments = pop();
-        call(pop(), arguments);
-        break;
-      }  // REDUCE
-      case 'b':
-        build(pop());
-        break;  // BUILD
-      default: {
-        char text[8];
-        std::snprintf(text, sizeof text, "0x%02x", code);
-        refuse("its pickle has the operation ", text, " at byte ", at_ - 1,
-               ", which torch.save does not write for numbers, text, lists, dicts and tensors");
-      }
+      case '.': return false;                                             // STOP
+      case 0x80: protocol(); break;                                       // PROTO
+      case 0x95: take(8); break;                                          // FRAME
+      case '(': marks_.push_back(stack_.size()); break;                   // MARK
+      case '0': pop(); break;                                             // POP
+      case '1': pop_to_mark(); break;                                     // POP_MARK
+      case '2': stack_.push_back(Value(top())); break;                    // DUP
+      case 'N': push(Tag::kNone); break;                                  // NONE
+      case 0x88: push(Tag::kBool, 1); break;                              // NEWTRUE
+      case 0x89: push(Tag::kBool, 0); break;                              // NEWFALSE
+      case 'J': small_integer(); break;                                   // BININT
+      case 'K': push(Tag::kInt, number(1)); break;                        // BININT1
+      case 'M': push(Tag::kInt, number(2)); break;                        // BININT2
+      case 0x8a: long_integer(number(1)); break;                          // LONG1
+      case 0x8b: long_integer(number(4)); break;                          // LONG4
+      case 'G': real(); break;                                            // BINFLOAT
+      case 'X': push_text(take(number(4))); break;                        // BINUNICODE
+      case 0x8c: push_text(take(number(1))); break;                       // SHORT_BINUNICODE
+      case 0x8d: push_text(take(number(8))); break;                       // BINUNICODE8
+      case 'U': push_text(take(number(1))); break;                        // SHORT_BINSTRING, Python 2
+      case 'B': push_bytes(std::string(take(number(4)))); break;          // BINBYTES
+      case 'C': push_bytes(std::string(take(number(1)))); break;          // SHORT_BINBYTES
+      case 0x8e: push_bytes(std::string(take(number(8)))); break;         // BINBYTES8
+      case ')': push_list(Tag::kTuple, {}); break;                        // EMPTY_TUPLE
+      case 0x85: push_list(Tag::kTuple, pop_some(1)); break;              // TUPLE1
+      case 0x86: push_list(Tag::kTuple, pop_some(2)); break;              // TUPLE2
+      case 0x87: push_list(Tag::kTuple, pop_some(3)); break;              // TUPLE3
+      case 't': push_list(Tag::kTuple, pop_to_mark()); break;             // TUPLE
+      case ']': push_list(Tag::kList, {}); break;                         // EMPTY_LIST
+      case 'a': append(pop_some(1)); break;                               // APPEND
+      case 'e': append(pop_to_mark()); break;                             // APPENDS
+      case '}': push_dict(false); break;                                  // EMPTY_DICT
+      case 's': set_items(pop_some(2)); break;                            // SETITEM
+      case 'u': set_items(pop_to_mark()); break;                          // SETITEMS
+      case 'q': remember(number(1)); break;                               // BINPUT
+      case 'r': remember(number(4)); break;                               // LONG_BINPUT
+      case 0x94: remember(memo_.size()); break;                           // MEMOIZE
+      case 'h': recall(number(1)); break;                                 // BINGET
+      case 'j': recall(number(4)); break;                                 // LONG_BINGET
+      case 'c': global_of_lines(); break;                                 // GLOBAL
+      case 0x93: global_of_stack(); break;                                // STACK_GLOBAL
+      case 'Q': persistent(pop()); break;                                 // BINPERSID
+      case 'R': { const auto parts = pop_some(2); call(parts[0], parts[1]); break; }  // REDUCE
+      case 'b': build(pop()); break;                                      // BUILD
+      default: refuse_operation(code);
     }
+    // clang-format on
     return true;
   }
 
+  [[noreturn]] void refuse_operation(int code) const {
+    char text[8];
+    std::snprintf(text, sizeof text, "0x%02x", code);
+    refuse("its pickle has the operation ", text, " at byte ", at_ - 1,
+           ", which torch.save does not write for numbers, text, lists, dicts and tensors");
+  }
+  void small_integer() {
+    push(Tag::kInt, static_cast<std::uint64_t>(std::int64_t{static_cast<std::int32_t>(number(4))}));
+  }
+  void global_of_lines() {
+    const std::string_view module = line();
+    global(module, line());
+  }
+  void global_of_stack() {
+    const auto parts = pop_some(2);
+    global(text_of(parts[0], "a module's name"), text_of(parts[1], "a name"));
+  }
   void protocol() {
     if (const auto version = number(1); version > 5)
       refuse("its pickle is of protocol ", version, ", and Python has 5");
@@ -692,4 +607,4 @@ PyValue unpickle(std::string_view pickle, const StorageOf& storage_of,
   return Machine(pickle, storage_of, path).run();
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

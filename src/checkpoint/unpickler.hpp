@@ -9,7 +9,7 @@
 #include <functional>
 #include <string_view>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// Gives the storage that a file has under a key, and throws when it has none of exactly so many
 /// bytes.
@@ -22,4 +22,4 @@ using StorageOf = std::function<c10::Storage(std::string_view key, std::uint64_t
 PyValue unpickle(std::string_view pickle, const StorageOf& storage_of,
                  const std::filesystem::path& path);
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

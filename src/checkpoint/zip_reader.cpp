@@ -8,7 +8,7 @@
 
 #include "checkpoint/zip_reader.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 namespace {
 
@@ -198,4 +198,4 @@ class Parser {
 
 ZipReader::ZipReader(std::shared_ptr<const io::MappedFile> file) : records_(Parser(*file).run()) {}
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

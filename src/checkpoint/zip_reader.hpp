@@ -9,7 +9,7 @@
 #include <span>
 #include <string>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// The records of a zip archive as Python's `torch.save` writes it: stored, not compressed. Trusts
 /// no number in it: every record lies inside the file, none lies in another, and what is compressed
@@ -29,4 +29,4 @@ class ZipReader {
   std::map<std::string, std::span<const std::byte>, std::less<>> records_;
 };
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

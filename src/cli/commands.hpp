@@ -15,6 +15,9 @@ namespace accelerate::cli {
 /// neither an option of `launch` nor the value of one.
 void add_launch(CLI::App& app, const std::vector<std::string>& rest, int& exit_code);
 void add_env(CLI::App& app, int& exit_code);
+/// `estimate-memory` and `inspect`.
+void add_models(CLI::App& app, int& exit_code);
+/// `merge-weights`.
 void add_merge_weights(CLI::App& app, int& exit_code);
 
 }  // namespace accelerate::cli

@@ -44,6 +44,7 @@ int run(int argc, char** argv) {
   std::vector<std::string> rest;
   accelerate::cli::add_launch(app, rest, exit_code);
   accelerate::cli::add_env(app, exit_code);
+  accelerate::cli::add_models(app, exit_code);
   accelerate::cli::add_merge_weights(app, exit_code);
   if (!words.empty() && !words.front().starts_with('-')) {
     const auto named = app.get_subcommands(

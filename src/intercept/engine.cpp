@@ -27,7 +27,7 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
     entry.stay = plan.stay;
     entries_.push_back(std::move(entry));
     const std::int64_t bytes = units_.back()->storage().bytes();
-    if (options.resident_limit > 0 && bytes > options.resident_limit) {
+    if (!options.oversized_alone && options.resident_limit > 0 && bytes > options.resident_limit) {
       throw ShardingError(
           text::concat("The unit '", plan.name, "' needs ", text::format_bytes(bytes),
                        " while it is used, and the "
@@ -39,7 +39,7 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
   // Everything that can be refused has been; from here on the user's parameters change.
   const MemoryKindScope kind(MemoryKind::parameters);
   for (const auto& unit : units_) {
-    adopt(*unit, unit->flatten());
+    if (adopt) adopt(*unit, unit->flatten());
     unit->tag();
   }
 }
@@ -90,6 +90,7 @@ void Engine::empty(Entry& entry) {
     entry.buffer = std::move(contents);
   } else {
     resident_bytes_ -= entry.unit->storage().bytes();
+    residency_.gone(*entry.unit, std::move(contents));
   }
 }
 
@@ -181,6 +182,10 @@ void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::
       residency_.write_back(unit, parameter, storage.contents());
     }
   }
+}
+
+void Engine::repointed(TaggedStorage& storage) {
+  residency_.repointed(*units_[static_cast<std::size_t>(storage.id())]);
 }
 
 void Engine::begin_pass(Pass kind) {

@@ -7,6 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_convolution_ops.h>
+#include <ATen/ops/_has_compatible_shallow_copy_type_ops.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/addmm_ops.h>
 #include <ATen/ops/baddbmm_ops.h>
@@ -159,8 +160,8 @@ void override_typed(torch::Library& library) {
   (one.template operator()<Ops>(), ...);
 }
 
-// Operators that only make a view, ask about metadata, or make a new tensor like another never read
-// the memory: they pass the key by, at no cost.
+// Operators that only make a view or ask about metadata never read the memory: they pass the key
+// by, at no cost.
 constexpr const char* kNeedNoMemory[] = {"alias",
                                          "as_strided",
                                          "data",
@@ -200,17 +201,33 @@ constexpr const char* kNeedNoMemory[] = {"alias",
                                          "is_floating_point",
                                          "is_complex",
                                          "numel",
-                                         "dim",
-                                         "empty_like",
-                                         "zeros_like",
-                                         "ones_like",
-                                         "full_like",
-                                         "rand_like",
-                                         "randn_like",
-                                         "new_empty",
-                                         "new_zeros",
-                                         "new_ones",
-                                         "new_full"};
+                                         "dim"};
+
+// These take no more of a tensor than its shape either, but make new memory, which a region may
+// want to know.
+constexpr const char* kMakeTheLike[] = {"empty_like", "zeros_like", "ones_like", "full_like",
+                                        "rand_like",  "randn_like", "new_empty", "new_zeros",
+                                        "new_ones",   "new_full"};
+
+void make_the_like(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) {
+  const Below below;
+  if (innermost_region != nullptr) {
+    innermost_region->call(op, keys & kBelow, *stack);
+  } else {
+    op.redispatchBoxed(keys & kBelow, stack);
+  }
+}
+
+// What `set_data` asks before it points a tensor elsewhere.
+bool may_be_repointed(c10::DispatchKeySet keys, const at::Tensor& tensor, const at::Tensor& with) {
+  if (is_tagged(tensor)) {
+    TaggedStorage* storage = TaggedStorage::of(tensor);
+    if (storage != nullptr && TaggedStorage::of(with) != storage)
+      storage->owner().repointed(*storage);
+  }
+  return at::_ops::_has_compatible_shallow_copy_type::redispatch(keys & kBelow, tensor, with);
+}
 
 std::string other_user() {
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -238,6 +255,12 @@ struct Registration {
         aten.impl(name, torch::CppFunction::makeFallthrough());
       }
     }
+    for (const char* name : kMakeTheLike) {
+      if (c10::Dispatcher::singleton().findSchema(operator_name(name))) {
+        aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&make_the_like>());
+      }
+    }
+    aten.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_be_repointed));
     using namespace at::_ops;
     override_typed<linear, addmm, mm, matmul, bmm, baddbmm, conv1d, conv2d, convolution,
                    convolution_backward, layer_norm, native_layer_norm, native_layer_norm_backward,

@@ -100,7 +100,8 @@ at::Tensor TaggedStorage::empty() {
       *storage_.unsafeGetStorageImpl(),
       text::concat(
           "The parameters of '", name_,
-          "' are sharded and not in memory now, so their data has no address. Use them through "
+          "' are sharded or offloaded and not in memory now, so their data has no address. Use "
+          "them through "
           "tensor operators, or open full_parameters() around code that reads raw memory."),
       device_);
   return std::exchange(contents_, {});

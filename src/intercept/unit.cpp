@@ -2,6 +2,7 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/intercept/unit.hpp>
 #include <intercept/quiet.hpp>
+#include <intercept/replace.hpp>
 
 #include <ATen/ops/zeros.h>
 
@@ -95,8 +96,8 @@ at::Tensor Unit::flatten() const {
 void Unit::tag() {
   const Quiet quiet;
   for (UnitParameter& parameter : parameters_) {
-    parameter.parameter.set_data(
-        storage_.view(parameter.sizes, parameter.strides, parameter.offset));
+    replace_data(parameter.parameter,
+                 storage_.view(parameter.sizes, parameter.strides, parameter.offset));
   }
 }
 

@@ -19,12 +19,6 @@ namespace {
 
 using torch::optim::OptimizerParamGroup;
 
-at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
-  if (!closure) return {};
-  const at::AutoGradMode with_gradients(true);
-  return closure();
-}
-
 void require(bool good, const char* optimizer, const char* what, double value) {
   if (!good)
     throw ConfigError(
@@ -82,6 +76,7 @@ void FusedAdamWParamState::serialize(torch::serialize::OutputArchive& archive) c
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(max_exp_avg_sq);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(fp32_parameter);
 }
 
 void FusedAdamWParamState::serialize(torch::serialize::InputArchive& archive) {
@@ -89,6 +84,7 @@ void FusedAdamWParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, max_exp_avg_sq);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, fp32_parameter);
 }
 
 FusedAdamW::FusedAdamW(const std::vector<OptimizerParamGroup>& groups, FusedAdamWOptions defaults)

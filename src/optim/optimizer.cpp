@@ -5,6 +5,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -89,6 +91,14 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
 void OptimizerCore::ready_gradients() {
   for (const auto& strategy : strategies_) strategy->check_gradients();
   finish_gradients();
+  if (!max_norm_) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> norms;
+  for (const auto& strategy : strategies_) norms.push_back(strategy->grad_norm(2));
+  if (norms.empty()) return;
+  const at::Tensor norm = at::linalg_vector_norm(at::stack(norms), 2);
+  for (const auto& strategy : strategies_)
+    strategy->scale_gradients_(parallel::clip_factor(norm, *max_norm_));
 }
 
 at::Tensor OptimizerCore::step_scaled() {

@@ -4,7 +4,9 @@
 #include <accelerate/base/text.hpp>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <torch/optim/optimizer.h>
 
 #include <string_view>
 #include <utility>
@@ -12,6 +14,13 @@
 
 /// What the optimizers of this room share.
 namespace accelerate::optim {
+
+/// What the closure of a step returns, run with gradients recorded; undefined without one.
+inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
+  if (!closure) return {};
+  const at::AutoGradMode with_gradients(true);
+  return closure();
+}
 
 /// Throws UnsupportedError for a parameter or gradient that no optimizer here can step.
 inline void check_dense(const at::Tensor& parameter, const at::Tensor& gradient,

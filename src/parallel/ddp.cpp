@@ -1,3 +1,4 @@
+#include <accelerate/core/memory_kind.hpp>
 #include <accelerate/parallel/ddp.hpp>
 
 #include <accelerate/base/error.hpp>
@@ -199,6 +200,7 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   self.translated("the set-up of gradient buckets", [&] {
     auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits));
     std::reverse(buckets.begin(), buckets.end());
+    const MemoryKindScope kind(MemoryKind::gradients);
     self.reducer = std::make_unique<c10d::Reducer>(
         parameters, std::move(buckets), self.process_group,
         /*expect_sparse_gradients=*/std::vector<bool>(parameters.size(), false), bucket_bytes,
@@ -234,6 +236,7 @@ void Ddp::before_forward(const ForwardContext& context) {
   int buffer_source = 0;
   if (self.join && context.grad_enabled) buffer_source = self.announce(true, context.sync).source;
   if (context.grad_enabled && self.reducer->should_rebuild_buckets()) {
+    const MemoryKindScope kind(MemoryKind::gradients);
     self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
   }
   if (!self.options.broadcast_buffers() || self.buffers.empty()) return;
@@ -321,6 +324,7 @@ void Ddp::shadow_until_all_joined() {
     if (source < 0) break;
     // Whoever still runs while this rank only shadows has trained on more.
     was_last = false;
+    const MemoryKindScope kind(MemoryKind::gradients);
     self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
     if (self.options.broadcast_buffers() && !self.buffers.empty() && sync)
       self.broadcast(self.buffers, source);

@@ -1,11 +1,13 @@
 #include <accelerate/parallel/strategy.hpp>
 #include <parallel/state_names.hpp>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -101,5 +103,9 @@ void Strategy::load_state_dict(const std::vector<NamedTensor>& state, const Stat
 }
 
 std::shared_ptr<void> Strategy::summon_full_params(bool) { return nullptr; }
+
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm) {
+  return at::clamp(max_norm / (norm + 1e-6), /*min=*/std::nullopt, /*max=*/1.0);
+}
 
 }  // namespace accelerate::parallel

@@ -32,12 +32,21 @@ void check(const GradScalerOptions& options) {
   if (options.growth_interval() < 1) {
     refuse("growth_interval", static_cast<double>(options.growth_interval()), "at least 1");
   }
+  if (options.hysteresis() < 1) {
+    refuse("hysteresis", static_cast<double>(options.hysteresis()), "at least 1");
+  }
+  if (!(options.min_scale() >= 0.0 && std::isfinite(options.min_scale()))) {
+    refuse("min_scale", options.min_scale(), "a number of at least 0");
+  }
 }
 
 }  // namespace
 
 GradScaler::GradScaler(const GradScalerOptions& options, comm::Group group)
-    : options_(options), group_(std::move(group)), start_scale_(options.init_scale()) {
+    : options_(options),
+      group_(std::move(group)),
+      start_scale_(options.init_scale()),
+      start_hysteresis_(options.hysteresis()) {
   if (enabled()) check(options_);
 }
 
@@ -45,6 +54,8 @@ void GradScaler::start(const at::Device& device) {
   scale_ = at::full({}, start_scale_, at::TensorOptions().dtype(at::kFloat).device(device));
   growth_tracker_ =
       at::full({}, start_tracker_, at::TensorOptions().dtype(at::kInt).device(device));
+  hysteresis_left_ =
+      at::full({}, start_hysteresis_, at::TensorOptions().dtype(at::kInt).device(device));
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
@@ -192,8 +203,25 @@ void GradScaler::update() {
         "since the last update. Step an optimizer first.");
   }
   const at::NoGradGuard no_grad;
+  const bool has_hysteresis = options_.hysteresis() > 1;
+  at::Tensor overflowed;
+  if (has_hysteresis) {
+    overflowed = found.gt(0).to(hysteresis_left_.device());
+    const at::Tensor lets_pass = overflowed.logical_and(hysteresis_left_.gt(1));
+    hysteresis_left_.sub_(lets_pass.to(at::kInt));
+    // To the update it is a step that neither overflowed nor counts as good.
+    found = found.masked_fill(lets_pass.to(found.device()), 0.0);
+    growth_tracker_.masked_fill_(lets_pass, -1);
+  }
   at::_amp_update_scale_(scale_, growth_tracker_, found, options_.growth_factor(),
                          options_.backoff_factor(), options_.growth_interval());
+  if (has_hysteresis) {
+    // A good step leaves the tracker at zero when the scale grew.
+    at::Tensor restored = overflowed.logical_not();
+    if (!options_.consecutive_hysteresis()) restored = restored.logical_and(growth_tracker_.eq(0));
+    hysteresis_left_.masked_fill_(restored, options_.hysteresis());
+  }
+  if (options_.min_scale() > 0.0) scale_.clamp_min_(options_.min_scale());
   optimizers_.clear();
 }
 
@@ -229,23 +257,29 @@ std::int64_t GradScaler::growth_tracker() {
 
 Json GradScaler::state_dict() {
   if (!enabled()) return Json::object();
-  return {{"scale", get_scale()},
-          {"growth_factor", options_.growth_factor()},
-          {"backoff_factor", options_.backoff_factor()},
-          {"growth_interval", options_.growth_interval()},
-          {"_growth_tracker", growth_tracker()}};
+  Json state = {{"scale", get_scale()},
+                {"growth_factor", options_.growth_factor()},
+                {"backoff_factor", options_.backoff_factor()},
+                {"growth_interval", options_.growth_interval()},
+                {"_growth_tracker", growth_tracker()}};
+  if (options_.hysteresis() > 1) {
+    state["_hysteresis_left"] =
+        hysteresis_left_.defined() ? hysteresis_left_.item<std::int64_t>() : start_hysteresis_;
+  }
+  return state;
 }
 
 void GradScaler::load_state_dict(const Json& state) {
   if (!enabled()) return;
   GradScalerOptions loaded = options_;
-  std::int64_t tracker = 0;
+  std::int64_t tracker = 0, hysteresis = 1;
   try {
     loaded.init_scale(state.at("scale").get<double>())
         .growth_factor(state.at("growth_factor").get<double>())
         .backoff_factor(state.at("backoff_factor").get<double>())
         .growth_interval(state.at("growth_interval").get<std::int64_t>());
     tracker = state.at("_growth_tracker").get<std::int64_t>();
+    hysteresis = state.value("_hysteresis_left", options_.hysteresis());
     check(loaded);
   } catch (const std::exception&) {
     std::throw_with_nested(
@@ -256,6 +290,7 @@ void GradScaler::load_state_dict(const Json& state) {
   options_ = loaded;
   start_scale_ = loaded.init_scale();
   start_tracker_ = tracker;
+  start_hysteresis_ = hysteresis;
   update_pending_ = false;
   optimizers_.clear();
   if (scale_.defined()) start(scale_.device());

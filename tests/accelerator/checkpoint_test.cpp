@@ -249,7 +249,7 @@ TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
   EXPECT_EQ(accelerator.save_model(model, where), std::vector<std::string>{"model.safetensors"});
   EXPECT_EQ(names(where), std::set<std::string>{"model.safetensors"});
   accelerator.save_model(model, where, "10GB", /*safe_serialization=*/false);
-  for (const NamedTensor& tensor : checkpoint::load_file(where / "model.safetensors")) {
+  for (const NamedTensor& tensor : checkpoints::load_file(where / "model.safetensors")) {
     if (tensor.name == "hidden.weight") {
       EXPECT_TRUE(at::equal(tensor.tensor, model.state_dict()[0].tensor));
     }

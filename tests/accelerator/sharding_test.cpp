@@ -8,6 +8,7 @@
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/prepared_script_module.hpp>
 #include <accelerate/optim/fused.hpp>
+#include <accelerate/parallel/deepspeed.hpp>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -273,6 +274,89 @@ TEST(Resolve, ReadsShardingFromTheFileAndNamesWhatIsWrongInIt) {
                         Environment(), Json::object());
               }),
               HasSubstr("mixed_precision"));
+}
+
+TEST(DeepSpeed, ItsFileDecidesAndMustAgree) {
+  const Json json = Json::parse(R"({
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
+                          "stage3_max_live_parameters": 1e6, "stage3_prefetch_bucket_size": 0},
+    "bf16": {"enabled": true}, "communication_data_type": "bf16",
+    "gradient_accumulation_steps": 4, "gradient_clipping": 0.5,
+    "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})");
+  parallel::DeepSpeedContext context;
+  context.micro_batch_size = 8;
+  context.gradient_accumulation_steps = 4;
+  const auto config = parallel::DeepSpeedConfig::read(json, context);
+  const auto resolved =
+      resolve(AcceleratorOptions().deepspeed(config), Environment(), Json::object());
+  EXPECT_EQ(resolved.strategy, StrategyKind::zero3);
+  EXPECT_EQ(resolved.mixed_precision, MixedPrecision::bf16);
+  EXPECT_EQ(resolved.gradient_accumulation.num_steps(), 4);
+  EXPECT_TRUE(resolved.fsdp.cpu_offload());
+  EXPECT_FALSE(resolved.fsdp.forward_prefetch());
+  EXPECT_EQ(resolved.fsdp.resident_limit(), 2'000'000);
+  EXPECT_EQ(resolved.fsdp.mixed_precision().reduce_dtype, at::kBFloat16);
+  const auto with = [&](AcceleratorOptions options) {
+    return message_of([&] { resolve(options.deepspeed(config), Environment(), Json::object()); });
+  };
+  EXPECT_THAT(with(AcceleratorOptions().strategy(StrategyKind::ddp)), HasSubstr("ZeRO stage 3"));
+  EXPECT_THAT(with(AcceleratorOptions().mixed_precision(MixedPrecision::fp16)),
+              HasSubstr("mixed precision bf16"));
+  EXPECT_THAT(with(AcceleratorOptions().gradient_accumulation_steps(3)),
+              HasSubstr("3 micro-batches"));
+}
+
+TEST(DeepSpeed, PythonsVariablesSayIt) {
+  const auto resolved = resolve(AcceleratorOptions(),
+                                Environment{{"ACCELERATE_USE_DEEPSPEED", "true"},
+                                            {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "1"},
+                                            {"ACCELERATE_GRADIENT_CLIPPING", "0.25"},
+                                            {"ACCELERATE_MIXED_PRECISION", "bf16"}},
+                                Json::object());
+  EXPECT_EQ(resolved.strategy, StrategyKind::zero1);
+  EXPECT_EQ(resolved.mixed_precision, MixedPrecision::bf16);
+  EXPECT_EQ(resolved.deepspeed->gradient_clipping, 0.25);
+  EXPECT_THAT(message_of([] {
+                resolve(AcceleratorOptions(),
+                        Environment{{"ACCELERATE_USE_DEEPSPEED", "true"},
+                                    {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "two"}},
+                        Json::object());
+              }),
+              HasSubstr("ACCELERATE_DEEPSPEED_ZERO_STAGE"));
+}
+
+TEST(DeepSpeed, ClipsInTheOptimizersStep) {
+  const Net expected = trained_alone();
+  const auto config = parallel::DeepSpeedConfig::read(
+      Json::parse(R"({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5,
+                      "train_micro_batch_size_per_gpu": 4})"),
+      {.world_size = world().size()});
+  Accelerator accelerator(AcceleratorOptions().deepspeed(config));
+  torch::manual_seed(1);
+  Net net;
+  optim::FusedAdamW adam(net->parameters(), optim::FusedAdamWOptions(1e-2));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  for (int step = 0; step < 3; ++step) {
+    accelerator.backward(model(batch_of(step, world().rank())).square().mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  model.restore();
+  EXPECT_TRUE(torch::allclose(net->first->weight, expected->first->weight, 0, 1e-12));
+  accelerator.free_memory();
+}
+
+TEST(DeepSpeed, StateOnDiskNeedsAnOptimizerThatCan) {
+  const auto config = parallel::DeepSpeedConfig::read(
+      Json::parse(R"({"zero_optimization": {"stage": 1, "offload_optimizer":
+                       {"device": "nvme", "nvme_path": "/nowhere"}},
+                      "train_micro_batch_size_per_gpu": 4})"),
+      {.world_size = world().size()});
+  Accelerator accelerator(AcceleratorOptions().deepspeed(config));
+  Net net;
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  EXPECT_THAT(message_of([&] { accelerator.prepare(net, sgd); }), HasSubstr("OffloadedAdamW"));
+  accelerator.free_memory();
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ from pathlib import Path
 ROOMS = {
     "base": [],
     "io": ["base"],
+    "device_map": ["base", "io"],
     "core": ["base"],
     "comm": ["core"],
     "state": ["core", "comm"],
@@ -21,19 +22,22 @@ ROOMS = {
     "precision": ["core", "comm", "intercept"],
     "parallel": ["core", "comm", "io", "precision", "intercept"],
     "data": ["core", "comm"],
-    "optim": ["core", "comm", "precision", "parallel:strategy"],
+    "optim": ["core", "comm", "io", "precision", "parallel:strategy"],
     "checkpoint": ["core", "comm", "io", "precision", "parallel", "data", "optim"],
-    "big_model": ["core", "io", "intercept"],
+    "big_model": [
+        "core", "io", "intercept", "device_map",
+        "checkpoint:tensor_file", "checkpoint:pt_file", "checkpoint:py_value",
+    ],
     "tracking": ["core", "io"],
     "accelerator": [
-        "base", "io", "core", "comm", "state", "intercept", "precision", "parallel", "data", "optim",
+        "base", "io", "device_map", "core", "comm", "state", "intercept", "precision", "parallel", "data", "optim",
         "checkpoint", "big_model", "tracking",
     ],
     "launch": ["base", "io"],
-    "cli": ["base", "io", "launch"],
+    "cli": ["base", "io", "device_map", "launch"],
 }
 # These have no LibTorch in them: the launcher must start at once, and spdlog cannot meet LibTorch's fmt.
-WITHOUT_TORCH = {"base", "io", "launch", "cli"}
+WITHOUT_TORCH = {"base", "io", "device_map", "launch", "cli"}
 # Ways to train in parallel do not know of each other.
 SIBLINGS = {"ddp", "fsdp", "zero", "tensor", "pipeline", "context", "checkpointing", "local"}
 # Too wide for a public header: a file that includes one compiles for 11 to 25 s.

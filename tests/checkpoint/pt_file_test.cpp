@@ -10,13 +10,16 @@
 #include <ATen/ops/zeros.h>
 #include <caffe2/serialize/inline_container.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 
 #include <cstring>
 #include <fstream>
 
 #include "support/python.hpp"
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 namespace {
 
 namespace fs = std::filesystem;
@@ -131,6 +134,26 @@ TEST_F(PythonFiles, StateDictsAndTiedTensorsAreRead) {
   const auto tied_file = load_file(python("tied.safetensors"));
   ASSERT_EQ(tied_file.size(), 2U);
   EXPECT_EQ(tied_file[0].tensor.const_data_ptr(), tied_file[1].tensor.const_data_ptr());
+}
+
+TEST_F(PythonFiles, AStateDictOfPythonFillsAModuleHere) {
+  torch::nn::Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4),
+                            torch::nn::Linear(torch::nn::LinearOptions(4, 3).bias(false)));
+  const ModuleRecord record(net.ptr());
+  const auto from = named_tensors(load_pt(python("model.pt")));
+  const Mismatch mismatch = load_into(module_tensors(record), from, python("model.pt"));
+  EXPECT_TRUE(mismatch.missing.empty() && mismatch.unexpected.empty());
+  const auto state = net->named_parameters();
+  expect_same(state["0.weight"], values(0, {4, 3}), "0.weight");
+  expect_same(state["2.weight"], values(4, {3, 4}), "2.weight");
+  // In the order of Python's.
+  std::vector<std::string> names, theirs;
+  for (const NamedTensor& named : module_tensors(record)) names.push_back(named.name);
+  for (const NamedTensor& named : from) theirs.push_back(named.name);
+  EXPECT_EQ(names, theirs);
+  torch::nn::Sequential other(torch::nn::Linear(3, 5));
+  EXPECT_THROW(load_into(module_tensors(ModuleRecord(other.ptr())), from, python("model.pt")),
+               CheckpointError);
 }
 
 TEST_F(PythonFiles, OptimizersViewsAndValuesAreRead) {
@@ -406,4 +429,4 @@ TEST_F(HostilePt, SavingRefusesAndFailsWithoutARest) {
 }
 
 }  // namespace
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

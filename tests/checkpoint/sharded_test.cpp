@@ -36,7 +36,7 @@
 #include <random>
 #include <thread>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 namespace {
 
 namespace fs = std::filesystem;
@@ -662,4 +662,4 @@ TEST(Sharded, LbfgsComesBack) {
 }
 
 }  // namespace
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -10,7 +10,7 @@
 
 #include <filesystem>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 namespace {
 
 namespace fs = std::filesystem;
@@ -225,4 +225,4 @@ TEST_F(TensorFile, AFullDiskLeavesWhatWasThere) {
 }
 
 }  // namespace
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -31,12 +31,12 @@ void touch(const at::Tensor& tensor) {
   }
 }
 
-void walk(const checkpoint::PyValue& value) {
+void walk(const checkpoints::PyValue& value) {
   if (value.is<at::Tensor>()) {
     touch(value.as_tensor());
-  } else if (value.is<checkpoint::PyList>()) {
-    for (const checkpoint::PyValue& item : value.as_list()) walk(item);
-  } else if (value.is<checkpoint::PyDict>()) {
+  } else if (value.is<checkpoints::PyList>()) {
+    for (const checkpoints::PyValue& item : value.as_list()) walk(item);
+  } else if (value.is<checkpoints::PyDict>()) {
     for (const auto* pairs : {&value.as_dict().items, &value.as_dict().attributes}) {
       for (const auto& [key, item] : *pairs) {
         walk(key);
@@ -54,7 +54,7 @@ void read_pickle(std::span<const std::uint8_t> input) {
     at::Tensor memory = at::empty({static_cast<std::int64_t>(bytes)}, at::kByte);
     return memory.zero_().storage();
   };
-  walk(checkpoint::unpickle({reinterpret_cast<const char*>(input.data()), input.size()}, storage_of,
+  walk(checkpoints::unpickle({reinterpret_cast<const char*>(input.data()), input.size()}, storage_of,
                             "fuzz.pkl"));
 }
 
@@ -66,7 +66,7 @@ void pt(std::span<const std::uint8_t> input) {
   try {
     if (archive) {
       file.fill(input);
-      walk(checkpoint::load_pt(file.path()));
+      walk(checkpoints::load_pt(file.path()));
     } else {
       read_pickle(input);
     }

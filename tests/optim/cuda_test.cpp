@@ -3,6 +3,7 @@
 #include <accelerate/core/random.hpp>
 #include <accelerate/optim/adafactor.hpp>
 #include <accelerate/optim/fused.hpp>
+#include <accelerate/optim/offloaded.hpp>
 #include <accelerate/optim/optimizer.hpp>
 #include <accelerate/precision/autocast.hpp>
 
@@ -117,6 +118,43 @@ TEST_F(Cuda, FindsABatchSizeThatFits) {
           [](std::int64_t size) { return size / 2; }));
   EXPECT_GE(found, 1);
   EXPECT_LT(found, 1 << 12);
+}
+
+TEST_F(Cuda, StateOffTheDeviceTrainsAsStateOnIt) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const auto options = optim::OffloadOptions().block_bytes(1 << 16);
+    for (const auto& offload : {options, optim::OffloadOptions(options)
+                                             .place(optim::StatePlace::disk)
+                                             .folder(::testing::TempDir())}) {
+      const bool is_bf16 = dtype == at::kBFloat16;
+      const auto copies = [&](at::ScalarType kind) {
+        return std::vector<at::Tensor>{weights(300, 70).detach().to(kind).requires_grad_(true),
+                                       weights(5, 3).detach().to(kind).requires_grad_(true)};
+      };
+      const auto ours = copies(dtype), theirs = copies(at::kFloat);
+      if (is_bf16) {
+        const at::NoGradGuard no_grad;
+        for (std::size_t i = 0; i < ours.size(); ++i) theirs[i].copy_(ours[i]);
+      }
+      optim::OffloadedAdamW offloaded(ours, optim::FusedAdamWOptions(0.01),
+                                      optim::OffloadOptions(offload).fp32_parameters(is_bf16));
+      optim::FusedAdamW expected(theirs, optim::FusedAdamWOptions(0.01));
+      for (int step = 0; step < 5; ++step) {
+        for (std::size_t i = 0; i < ours.size(); ++i) {
+          ours[i].mutable_grad() = at::sin(ours[i].detach() * (step + 1));
+          theirs[i].mutable_grad() = ours[i].grad().to(at::kFloat);
+        }
+        offloaded.step();
+        expected.step();
+      }
+      for (std::size_t i = 0; i < ours.size(); ++i) {
+        EXPECT_TRUE(at::allclose(ours[i].to(at::kFloat), theirs[i], is_bf16 ? 1e-2 : 1e-5, 1e-6));
+        const auto& state = static_cast<optim::FusedAdamWParamState&>(
+            *offloaded.state().at(ours[i].unsafeGetTensorImpl()));
+        EXPECT_TRUE(state.exp_avg().is_cpu());
+      }
+    }
+  }
 }
 
 }  // namespace

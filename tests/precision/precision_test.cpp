@@ -188,6 +188,47 @@ TEST(GradScaler, FollowsPythonsBitForBit) {
   }
 }
 
+// The scale after each of a series of steps, '!' for one whose gradient overflowed.
+std::vector<double> scales(GradScaler& scaler, const std::string& steps) {
+  std::vector<double> found;
+  const at::Tensor weight = at::ones({1}).requires_grad_(true);
+  for (const char step : steps) {
+    scaler.scale(at::ones({}));
+    weight.mutable_grad() = at::full({1}, step == '!' ? INFINITY : 1.0);
+    scaler.unscale_(&scaler, {weight});
+    scaler.update();
+    found.push_back(scaler.get_scale());
+  }
+  return found;
+}
+
+TEST(GradScaler, LetsOverflowsPassAsDeepSpeedDoes) {
+  // DeepSpeed's DynamicLossScaler with delayed_shift 2: the second overflow halves, and so does
+  // each after it until the scale has grown.
+  const auto options = GradScalerOptions().init_scale(64).growth_interval(3).hysteresis(2);
+  GradScaler scaler(options);
+  EXPECT_EQ(scales(scaler, "!!!...!!"), (std::vector<double>{64, 32, 16, 16, 16, 32, 32, 16}));
+  GradScaler patient(GradScalerOptions(options).consecutive_hysteresis(true));
+  EXPECT_EQ(scales(patient, "!.!.!!!"), (std::vector<double>{64, 64, 64, 64, 64, 32, 16}));
+  // An overflow that was let pass is no good step.
+  GradScaler counting(options);
+  EXPECT_EQ(scales(counting, "..!.."), (std::vector<double>{64, 64, 64, 64, 64}));
+  EXPECT_EQ(scales(counting, "."), (std::vector<double>{128}));
+
+  GradScaler least(GradScalerOptions().init_scale(8).min_scale(3));
+  EXPECT_EQ(scales(least, "!!!"), (std::vector<double>{4, 3, 3}));
+
+  // What is left of it is state.
+  GradScaler saved(options), loaded(options);
+  scales(saved, "!");
+  const Json state = saved.state_dict();
+  EXPECT_EQ(state.at("_hysteresis_left"), 1);
+  loaded.load_state_dict(state);
+  EXPECT_EQ(scales(loaded, "!"), (std::vector<double>{32}));
+  EXPECT_THROW(GradScaler(GradScalerOptions().hysteresis(0)), ConfigError);
+  EXPECT_THROW(GradScaler(GradScalerOptions().min_scale(-1)), ConfigError);
+}
+
 TEST(GradScaler, RefusesTheWrongOrder) {
   GradScaler scaler;
   const at::Tensor weight = leaf({1.0F});

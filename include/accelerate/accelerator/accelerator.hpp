@@ -261,6 +261,11 @@ class Accelerator {
   /// How modules are spread. `automatic` until the first module that is trained has been prepared.
   StrategyKind strategy() const noexcept { return strategy_; }
   const AcceleratorOptions& options() const noexcept { return options_; }
+  /// The DeepSpeed configuration that is in force, for `optim::make_optimizer` and
+  /// `optim::make_schedule`; null when there is none.
+  const std::shared_ptr<const parallel::DeepSpeedConfig>& deepspeed() const noexcept {
+    return deepspeed_;
+  }
   /// The gradient scaler of fp16; null otherwise.
   const std::shared_ptr<GradScaler>& scaler() const noexcept { return scaler_; }
 
@@ -339,6 +344,8 @@ class Accelerator {
   MixedPrecision mixed_precision_ = MixedPrecision::no;
   StrategyKind strategy_ = StrategyKind::single;
   FsdpOptions fsdp_;
+  DdpOptions ddp_;
+  std::shared_ptr<const parallel::DeepSpeedConfig> deepspeed_;
   std::shared_ptr<GradientState> gradient_state_;
   std::shared_ptr<GradScaler> scaler_;
   std::shared_ptr<LoaderObserver> loader_observer_;

@@ -167,14 +167,14 @@ class Checkpointing {
   std::filesystem::path checkpoints() const;
   std::filesystem::path next_folder();
   std::filesystem::path newest_folder() const;
-  std::unique_ptr<checkpoint::Save> collect(const std::filesystem::path& folder,
+  std::unique_ptr<checkpoints::Save> collect(const std::filesystem::path& folder,
                                             const SaveStateOptions& options,
                                             const Prepared& prepared, std::int64_t number);
-  void write(checkpoint::Save& save, const comm::Group& group, bool numbered);
+  void write(checkpoints::Save& save, const comm::Group& group, bool numbered);
   void tidy(const comm::Group& group, const std::filesystem::path& newest);
   void load_of_python(const std::filesystem::path& folder, const LoadStateOptions& options,
                       const Prepared& prepared);
-  void load_random(const checkpoint::Load& load) const;
+  void load_random(const checkpoints::Load& load) const;
 
   ProjectConfiguration project_;
   Savers savers_;

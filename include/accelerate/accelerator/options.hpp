@@ -12,12 +12,17 @@
 #include <accelerate/precision/mixed_precision.hpp>
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace accelerate {
+
+namespace parallel {
+struct DeepSpeedConfig;
+}
 
 /// How a prepared module is spread over the processes.
 enum class StrategyKind {
@@ -84,6 +89,22 @@ struct AcceleratorOptions {
   TORCH_ARG(AutocastOptions, autocast);
   /// Where checkpoints go and how they are called.
   TORCH_ARG(ProjectConfiguration, project_config);
+
+ public:
+  /// What a DeepSpeed configuration asks for: stage, offload, precision, accumulation, clipping.
+  /// Read it with `DeepSpeedConfig::read_file`, whose context fills in "auto". Environment:
+  /// ACCELERATE_USE_DEEPSPEED with ACCELERATE_DEEPSPEED_CONFIG_FILE. Options of the same meaning
+  /// that are given besides must agree with it.
+  AcceleratorOptions& deepspeed(const parallel::DeepSpeedConfig& config);
+  /// Null when there is none.
+  const std::shared_ptr<const parallel::DeepSpeedConfig>& deepspeed() const noexcept {
+    return deepspeed_;
+  }
+
+ private:
+  std::shared_ptr<const parallel::DeepSpeedConfig> deepspeed_;
+
+ public:
   /// A JSON file with any of: mixed_precision, gradient_accumulation_steps, strategy, cpu, backend,
   /// timeout and heartbeat_timeout (seconds), debug, device, fsdp (an object with FsdpOptions'
   /// names). Environment: ACCELERATE_CONFIG_FILE.

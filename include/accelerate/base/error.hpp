@@ -75,6 +75,20 @@ class DataError : public Error {
   using Error::Error;
 };
 
+/// The system refused to open, read or write a file: the disk is full or fails, or it is forbidden.
+class FileError : public Error {
+ public:
+  FileError(const std::string& message, std::string path, int code);
+  /// The file or folder the error is about.
+  const std::string& path() const noexcept { return path_; }
+  /// The system's errno.
+  int code() const noexcept { return code_; }
+
+ private:
+  std::string path_;
+  int code_;
+};
+
 /// A checkpoint is missing, damaged, or belongs to something else.
 class CheckpointError : public Error {
  public:

@@ -17,7 +17,7 @@ class Optimizer;
 /// Any torch::optim::Optimizer's state, by the names of its parameters: what it keeps for each
 /// parameter and is shaped like it is cut like it, so that another number of processes can take it
 /// up.
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// A module whose parameters an optimizer may have, and what stands before its parameters' names.
 struct NamedModule {
@@ -62,4 +62,4 @@ class IncomingOptimizerState {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -6,7 +6,7 @@
 
 /// The files of Python's `torch.save` and `torch.load`: models' and optimizers' state dicts and
 /// whatever else is made of numbers, text, lists, dicts and tensors.
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// Reads a file that Python's `torch.save` wrote (since version 1.6). Nothing in a file is ever
 /// run: it may name the few functions that make tensors and dicts of data, which are done here, and
@@ -22,4 +22,4 @@ PyValue load_pt(const std::filesystem::path& path);
 /// Throws UnsupportedError for tensors that are sparse, quantized or without data.
 void save_pt(const PyValue& value, const std::filesystem::path& path);
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -11,7 +11,7 @@
 #include <variant>
 #include <vector>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 class PyValue;
 
@@ -96,4 +96,4 @@ std::vector<NamedTensor> named_tensors(const PyValue& state_dict);
 /// An OrderedDict, as `Module.state_dict()` gives in Python.
 PyValue state_dict(const std::vector<NamedTensor>& tensors);
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

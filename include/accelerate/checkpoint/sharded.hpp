@@ -21,7 +21,7 @@
 
 /// Checkpoints that every process writes its own part of, and that any number of processes read the
 /// parts they need of.
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// A tensor, or the consecutive elements of it that this process has.
 struct TensorPart {
@@ -158,4 +158,4 @@ class Load {
   std::vector<Wanted> wanted_;
 };
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

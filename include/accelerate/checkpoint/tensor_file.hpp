@@ -14,7 +14,7 @@
 #include <vector>
 
 /// Tensors in safetensors files, which Python and other languages read and write too.
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// The dtype in a file of tensors of this dtype. Throws UnsupportedError for those that safetensors
 /// does not have (complex128, quantized).
@@ -96,10 +96,21 @@ struct Mismatch {
   std::vector<std::string> unexpected;
 };
 
-/// Fills tensors by name. Everything is compared before the first one is touched: throws
-/// CheckpointError, with all differences in its message, when shapes differ, and when `strict` if
-/// names do. A tensor with several names (tied) is filled if the file has one of them.
+/// A module's parameters and buffers under every name they have, in the order of Python's
+/// `state_dict()`. Tied ones have several names and one memory. The tensors are the module's own:
+/// fill them to load it.
+std::vector<NamedTensor> module_tensors(const ModuleRecord& module);
+
+/// Fills tensors by name from a safetensors file, an index or a folder. Everything is compared
+/// before the first one is touched: throws CheckpointError, with all differences in its message,
+/// when shapes differ, and when `strict` if names do. A tensor with several names (tied) is filled
+/// if the file has one of them. dtypes are converted.
 Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::filesystem::path& path,
                    bool strict = true);
 
-}  // namespace accelerate::checkpoint
+/// The same from tensors in memory, as load_pt gives them. `path` says in messages where they are
+/// from.
+Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::vector<NamedTensor>& from,
+                   const std::filesystem::path& path, bool strict = true);
+
+}  // namespace accelerate::checkpoints

@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-namespace accelerate::checkpoint {
+namespace accelerate::checkpoints {
 
 /// Collective: runs `work`, and throws on every process when it threw on any; where it did not, a
 /// CheckpointError that says what failed and where. `work` must not communicate, so that a process
@@ -38,4 +38,4 @@ void together(const comm::Group& group, std::string_view what, std::string_view 
   }
 }
 
-}  // namespace accelerate::checkpoint
+}  // namespace accelerate::checkpoints

@@ -42,6 +42,9 @@ struct EngineOptions {
   /// The most bytes of units in memory or under way at one time; 0 for no limit. The unit in use is
   /// brought in any case.
   std::int64_t resident_limit = 0;
+  /// Whether a unit above the limit is brought all the same, with nothing ahead of it. Otherwise it
+  /// is refused.
+  bool oversized_alone = false;
 };
 
 /// Counts since the last reset.
@@ -66,6 +69,7 @@ class Engine final : public TaggedStorage::Owner {
  public:
   /// Tags all parameters; `adopt` is called for each unit with its flat values, in the user's
   /// dtype, while it still has them, so that the residency can take them over one unit at a time.
+  /// Without `adopt` the residency has the values already; parameters may be of the meta device.
   Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Residency& residency,
          const std::function<void(const Unit&, at::Tensor)>& adopt);
   /// The parameters are of no use any more, unless `restore` was called.
@@ -120,6 +124,7 @@ class Engine final : public TaggedStorage::Owner {
   void demand(TaggedStorage& storage) override;
   void unheld(TaggedStorage& storage) noexcept override;
   void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) override;
+  void repointed(TaggedStorage& storage) override;
 
  private:
   enum class State { absent, arriving, resident };

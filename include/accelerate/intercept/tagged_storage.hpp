@@ -29,6 +29,8 @@ class TaggedStorage final : public c10::Allocator {
     virtual void unheld(TaggedStorage& storage) noexcept = 0;
     /// An operator wrote to `view`, which lies in this storage; it still holds the storage.
     virtual void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) = 0;
+    /// `set_data` is about to point a tensor of this storage elsewhere. May throw.
+    virtual void repointed(TaggedStorage&) {}
 
    protected:
     ~Owner() = default;

@@ -75,6 +75,11 @@ class Residency {
   /// The unit is being let go in the middle of a training pass, which may want it again; `contents`
   /// is what it had.
   virtual void leaving(const Unit&, const at::Tensor& /*contents*/) {}
+  /// The unit is not in memory any more; `contents`, its buffer, is the residency's to use again.
+  virtual void gone(const Unit&, at::Tensor /*contents*/) noexcept {}
+  /// Someone is about to point a parameter of the unit elsewhere, as `module->to()` does. May throw
+  /// to refuse.
+  virtual void repointed(const Unit&) {}
   /// Takes the new values of one parameter out of `contents`, for good.
   virtual void write_back(const Unit& unit, const UnitParameter& parameter,
                           const at::Tensor& contents) = 0;

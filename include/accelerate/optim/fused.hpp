@@ -45,6 +45,8 @@ struct FusedAdamWParamState
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
   TORCH_ARG(at::Tensor, max_exp_avg_sq);
+  /// The parameter itself in fp32, where OffloadedAdamW keeps it.
+  TORCH_ARG(at::Tensor, fp32_parameter);
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -66,7 +68,7 @@ class FusedAdamW : public torch::optim::Optimizer, public SkipsOnDevice {
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
- private:
+ protected:
   at::Tensor found_inf_;
 };
 

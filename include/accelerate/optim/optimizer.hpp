@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -65,6 +66,9 @@ class OptimizerCore {
   /// The last `step` was skipped because a gradient had an inf or a NaN on some rank. May wait for
   /// the device.
   bool step_was_skipped() const;
+  /// Has `step` first scale the gradients of the linked modules so that their norm is at most this,
+  /// as DeepSpeed's gradient_clipping does. Nothing: they stay as they are.
+  void set_max_norm(std::optional<double> max_norm) { max_norm_ = max_norm; }
 
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   const std::shared_ptr<GradientState>& gradients() const noexcept { return gradients_; }
@@ -92,6 +96,7 @@ class OptimizerCore {
   std::shared_ptr<GradScaler> scaler_;
   SkipsOnDevice* skips_on_device_ = nullptr;
   std::vector<std::shared_ptr<parallel::Strategy>> strategies_;
+  std::optional<double> max_norm_;
   std::int64_t normalised_window_ = -1;
   std::int64_t steps_ = 0;
   // Undefined: not skipped. Read only when asked, since reading waits for the device.

@@ -126,4 +126,8 @@ class Strategy {
   ModuleRecord module_;
 };
 
+/// What gradients of this norm are multiplied by so that it is at most `max_norm`; as
+/// torch.nn.utils.clip_grad_norm_.
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm);
+
 }  // namespace accelerate::parallel

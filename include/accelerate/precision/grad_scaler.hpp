@@ -26,6 +26,13 @@ class GradScalerOptions {
   TORCH_ARG(double, backoff_factor) = 0.5;
   /// Good steps in a row before the scale grows. Default: 2000.
   TORCH_ARG(std::int64_t, growth_interval) = 2000;
+  /// Overflows it takes for the scale to back off, as in DeepSpeed: those before the last only skip
+  /// their step, and when the scale has grown it takes as many again. At least 1. Default: 1.
+  TORCH_ARG(std::int64_t, hysteresis) = 1;
+  /// Every good step, and not only growth, brings the hysteresis back. Default: false.
+  TORCH_ARG(bool, consecutive_hysteresis) = false;
+  /// Backing off does not go below. Default: 0.
+  TORCH_ARG(double, min_scale) = 0.0;
   /// Off: `scale` gives back what it gets, nothing is unscaled, no step is skipped. Default: true.
   TORCH_ARG(bool, enabled) = true;
   /// Unscales fp16 gradients too, as parameters kept in fp16 (sharded ones) have. Otherwise they
@@ -90,7 +97,7 @@ class GradScaler {
   std::int64_t growth_tracker();
 
   /// {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}, as in
-  /// Python; empty when not enabled.
+  /// Python, and "_hysteresis_left" if there is hysteresis; empty when not enabled.
   Json state_dict();
   /// Does nothing when not enabled. Throws CheckpointError when `state` lacks an entry.
   void load_state_dict(const Json& state);
@@ -109,9 +116,11 @@ class GradScaler {
   comm::Group group_;
   double start_scale_;
   std::int64_t start_tracker_ = 0;
-  // Both live on the device of the first loss; undefined until then.
+  std::int64_t start_hysteresis_;
+  // All live on the device of the first loss; undefined until then.
   at::Tensor scale_;
   at::Tensor growth_tracker_;
+  at::Tensor hysteresis_left_;
   std::map<const void*, OptimizerState> optimizers_;
   bool update_pending_ = false;
 };

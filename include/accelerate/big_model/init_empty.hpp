@@ -1,0 +1,58 @@
+#pragma once
+
+#include <accelerate/big_model/record_of.hpp>
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <utility>
+
+namespace accelerate {
+
+/// While one lives, tensors that this thread makes without naming a device are made on `device`.
+/// With the meta device they have shapes and no memory, so a module of any size can be constructed;
+/// initialising them does nothing.
+///
+/// Tensors whose device the program names keep it, also torch::tensor({1, 2}), which LibTorch fills
+/// on the CPU. A program that reads the values of a tensor without memory gets an error that says
+/// so.
+class InitOnDevice {
+ public:
+  /// `include_buffers`: buffers stay on `device` too. Otherwise `finish` makes them what they would
+  /// have been without the scope.
+  explicit InitOnDevice(at::Device device, bool include_buffers = true);
+  ~InitOnDevice();
+  InitOnDevice(const InitOnDevice&) = delete;
+  InitOnDevice& operator=(const InitOnDevice&) = delete;
+
+  /// Ends the scope. Unless buffers are included, the module's are computed now, on the device they
+  /// would have been on, by repeating the operators of which they are the result. What is random in
+  /// them is drawn now. Tensors that the module has and did not register stay as they are. Throws
+  /// StateError when the scope has ended already.
+  void finish(const ModuleRecord& module);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Calls `make`, which constructs and returns a module, with its parameters on `device`:
+/// `auto net = init_on_device(torch::kCUDA, [] { return Net(); });`
+template <class Make>
+auto init_on_device(at::Device device, Make&& make, bool include_buffers = true) {
+  InitOnDevice scope(device, include_buffers);
+  auto module = std::forward<Make>(make)();
+  scope.finish(big_model::record_of(module));
+  return module;
+}
+
+/// Calls `make`, which constructs and returns a module, with parameters that have shapes and no
+/// memory (the meta device), to be loaded by `load_checkpoint_and_dispatch`. Buffers are real,
+/// unless they are included. A TorchScript module is loaded so by torch::jit::load(path,
+/// torch::kMeta).
+template <class Make>
+auto init_empty_weights(Make&& make, bool include_buffers = false) {
+  return init_on_device(at::Device(at::kMeta), std::forward<Make>(make), include_buffers);
+}
+
+}  // namespace accelerate

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <accelerate/big_model/weight_store.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace accelerate::big_model {
+
+/// A checkpoint of either format: safetensors, or files of torch.save.
+class CheckpointSource {
+ public:
+  /// A file, an index, or a folder with one of them. Throws CheckpointError when it is none, when
+  /// several could be meant, or when a file is missing or damaged.
+  explicit CheckpointSource(const std::filesystem::path& path);
+
+  std::vector<std::string> names() const;
+  bool contains(std::string_view name) const;
+  at::ScalarType dtype(std::string_view name) const;
+  std::vector<std::int64_t> shape(std::string_view name) const;
+  /// Rows from `begin` up to `end` into a tensor of their shape; of a number, the only row. May be
+  /// called by several threads.
+  void read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
+                 const at::Tensor& tensor) const;
+
+  /// A weight as it lies in its mapped file: nothing is read yet, and writing to it does not change
+  /// the file. Undefined where it cannot be used so: in an offload folder, or when its elements are
+  /// not aligned.
+  at::Tensor map(std::string_view name) const;
+
+  /// Null when the weights are in files of torch.save.
+  const WeightStore* store() const noexcept { return tensors_.empty() ? &store_ : nullptr; }
+
+ private:
+  void add_pt(const std::filesystem::path& file);
+
+  WeightStore store_;
+  std::map<std::string, at::Tensor, std::less<>> tensors_;  // in mapped files
+  std::optional<checkpoints::TensorReader> mapped_;
+};
+
+}  // namespace accelerate::big_model

@@ -1,0 +1,455 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/big_model/dispatch.hpp>
+#include <accelerate/big_model/sizes.hpp>
+#include <accelerate/core/memory.hpp>
+#include <big_model/align.hpp>
+#include <big_model/offload_residency.hpp>
+#include <core/cuda_devices.hpp>
+#include <intercept/quiet.hpp>
+#include <intercept/replace.hpp>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/jit/codegen/fuser/interface.h>
+#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace accelerate {
+namespace {
+
+using big_model::OffloadResidency;
+using big_model::Source;
+using intercept::Engine;
+using intercept::Quiet;
+
+// A gradient that arrives at a weight on disk has nowhere to go.
+struct RefuseGradient final : torch::autograd::PostAccumulateGradHook {
+  std::string name;
+  void operator()(const at::Tensor& variable) override {
+    const_cast<at::Tensor&>(variable).mutable_grad().reset();
+    throw StateError(text::concat(
+        "A gradient reached '", name,
+        "', which is offloaded to disk, where weights are only read: an optimizer could not change "
+        "it. Give it a place on the CPU or on a device to train it, or call requires_grad_(false) "
+        "on it."));
+  }
+};
+
+at::Device device_of(Place place) {
+  return place.kind == Place::Kind::accelerator
+             ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(place.index))
+             : at::Device(at::kCPU);
+}
+
+at::Device choose_main_device(const DeviceMap& map, const OffloadOptions& options) {
+  const int devices = cuda_device_count();
+  std::optional<at::Device> first;
+  for (const auto& [name, place] : map) {
+    if (place.kind != Place::Kind::accelerator) continue;
+    if (place.index >= devices) {
+      throw ConfigError(text::concat(
+          "The device map puts '", name, "' on the accelerator ", place.index,
+          ", and this machine has ",
+          devices == 0 ? std::string("none") : text::concat("those from 0 to ", devices - 1), "."));
+    }
+    if (!first || place.index < first->index()) first = device_of(place);
+  }
+  return options.main_device().value_or(first.value_or(at::Device(at::kCPU)));
+}
+
+}  // namespace
+
+struct Dispatched::Impl {
+  Impl(ModuleRecord record, DeviceMap given, OffloadOptions chosen);
+
+  Place place_for(const std::string& name) const { return *place_of(map, name); }
+  bool is_offloaded(const NamedTensor& entry, bool is_buffer) const;
+  std::string stored_name(const NamedTensor& entry) const;
+  void settle(const NamedTensor& entry, bool is_buffer);
+  void write_to_disk();
+  std::vector<intercept::UnitPlan> units() const;
+  void refuse_training(const NamedTensor& entry);
+  void release_hooks();
+
+  ModuleRecord module;
+  DeviceMap map;
+  OffloadOptions options;
+  at::Device main;
+  WeightStore store;
+  std::unordered_map<std::string, std::vector<std::string>> tied;  // by first name
+  std::vector<NamedTensor> offloaded, to_write;
+  std::vector<NamedTensor> refusing;
+  std::unique_ptr<OffloadResidency> residency;
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<big_model::AlignDevices> align;
+};
+
+Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chosen)
+    : module(std::move(record)),
+      map(std::move(given)),
+      options(std::move(chosen)),
+      main(choose_main_device(map, options)),
+      store(options.weights()) {
+  check_device_map(model_tree(module), map);
+  if (options.resident_limit() < 0 || options.prefetch() < 0)
+    throw ConfigError("OffloadOptions::resident_limit and prefetch cannot be negative.");
+  for (const auto& names : module.tied()) tied[names.front()] = names;
+  if (!options.offload_dir().empty()) {
+    const auto index = options.offload_dir() / "index.json";
+    if (std::filesystem::exists(index)) {
+      const WeightStore there = WeightStore::open(index);
+      for (const auto& [name, entry] : there.entries()) {
+        if (store.find(name) == nullptr) store.add(name, entry);
+      }
+    }
+  }
+
+  // What can be refused is refused before anything is moved.
+  std::vector<std::string> empty, with_gradient;
+  const auto check = [&](const NamedTensor& entry, bool is_buffer) {
+    const std::string stored = stored_name(entry);
+    if (intercept::is_tagged(entry.tensor)) {
+      throw StateError(text::concat("'", entry.name,
+                                    "' is sharded or offloaded already. A module is dispatched "
+                                    "once; call remove_offload() before it is dispatched again."));
+    }
+    if (entry.tensor.is_meta() && stored.empty() && entry.tensor.numel() > 0)
+      empty.push_back(entry.name);
+    if (!is_offloaded(entry, is_buffer)) return;
+    if (entry.tensor.grad().defined()) with_gradient.push_back(entry.name);
+    if (place_for(entry.name) != Place::disk() || entry.tensor.numel() == 0) return;
+    // Values in memory go before those that a folder has from an earlier time.
+    const bool use_stored =
+        !stored.empty() && (entry.tensor.is_meta() || options.weights().find(stored) != nullptr);
+    if (use_stored) {
+      const WeightStore::Entry& found = *store.find(stored);
+      if (at::IntArrayRef(found.shape) != entry.tensor.sizes()) {
+        throw CheckpointError(text::concat("'", stored, "' has the shape [",
+                                           text::join(found.shape), "] in ", found.file, ", and [",
+                                           text::join(entry.tensor.sizes()), "] in the module."),
+                              found.file.string());
+      }
+    } else if (options.offload_dir().empty()) {
+      throw ConfigError(text::concat("The device map puts '", entry.name,
+                                     "' on the disk. Set OffloadOptions::offload_dir to a folder "
+                                     "that it can be written to, or "
+                                     "OffloadOptions::weights to a store that has it."));
+    } else {
+      to_write.push_back(entry);
+    }
+  };
+  for (const NamedTensor& entry : module.parameters()) check(entry, false);
+  for (const NamedTensor& entry : module.buffers()) check(entry, true);
+  if (!empty.empty()) {
+    throw StateError(
+        text::concat("These weights have shapes and no values (they are on the meta "
+                     "device), and nothing says where the values are: ",
+                     text::join(empty),
+                     ". Load them with load_checkpoint_and_dispatch, or name a store "
+                     "in OffloadOptions::weights."));
+  }
+  if (!with_gradient.empty()) {
+    throw StateError(text::concat(
+        "These weights have gradients, which offloading would lose: ", text::join(with_gradient),
+        ". Call the optimizer's zero_grad() first."));
+  }
+  const Quiet quiet;
+  if (!to_write.empty()) {
+    const WeightStore written = offload_state_dict(options.offload_dir(), to_write);
+    for (const auto& [name, entry] : written.entries()) store.add(name, entry);
+    to_write.clear();
+  }
+  residency = std::make_unique<OffloadResidency>(main, store);
+  for (const NamedTensor& entry : module.parameters()) settle(entry, false);
+  for (const NamedTensor& entry : module.buffers()) settle(entry, true);
+
+  bool elsewhere = !main.is_cpu();
+  for (const NamedTensor& entry : module.parameters())
+    elsewhere = elsewhere || !(entry.tensor.is_cpu() || entry.tensor.is_meta());
+  if (!offloaded.empty()) {
+    if (module.is_torchscript()) {
+      // A fused kernel would read weights past the dispatcher.
+      torch::jit::setTensorExprFuserEnabled(false);
+      torch::jit::overrideCanFuseOnCPU(false);
+      torch::jit::overrideCanFuseOnGPU(false);
+    }
+    intercept::EngineOptions engine_options;
+    engine_options.compute_device = main;
+    engine_options.prefetch = engine_options.prefetch_in_backward = options.prefetch();
+    engine_options.resident_limit = options.resident_limit();
+    engine_options.oversized_alone = true;
+    engine = std::make_unique<Engine>(units(), engine_options, *residency,
+                                      std::function<void(const intercept::Unit&, at::Tensor)>());
+    for (const NamedTensor& entry : offloaded) {
+      if (entry.tensor.requires_grad() && place_for(entry.name) == Place::disk())
+        refuse_training(entry);
+    }
+  }
+  if (elsewhere) {
+    std::vector<NamedTensor> weights = module.parameters();
+    weights.insert(weights.end(), module.buffers().begin(), module.buffers().end());
+    align = std::make_unique<big_model::AlignDevices>(weights);
+  }
+}
+
+bool Dispatched::Impl::is_offloaded(const NamedTensor& entry, bool is_buffer) const {
+  if (entry.tensor.numel() == 0 || (is_buffer && !options.offload_buffers())) return false;
+  const Place place = place_for(entry.name);
+  return place == Place::disk() ||
+         (place == Place::cpu() && (!main.is_cpu() || options.force_hooks()));
+}
+
+// The first of the tensor's names that the store has, or nothing.
+std::string Dispatched::Impl::stored_name(const NamedTensor& entry) const {
+  if (store.find(entry.name) != nullptr) return entry.name;
+  if (const auto names = tied.find(entry.name); names != tied.end()) {
+    for (const std::string& name : names->second) {
+      if (store.find(name) != nullptr) return name;
+    }
+  }
+  return {};
+}
+
+// Says where an offloaded weight is from now on, and sends one that stays to its device.
+void Dispatched::Impl::settle(const NamedTensor& entry, bool is_buffer) {
+  const Place place = place_for(entry.name);
+  const auto values = [&](at::Device device) {
+    if (!entry.tensor.is_meta()) return entry.tensor.detach().to(device);
+    at::Tensor read = at::empty_like(entry.tensor, at::TensorOptions(device));
+    if (read.numel() > 0) store.read(stored_name(entry), read);
+    return read;
+  };
+  if (!is_offloaded(entry, is_buffer)) {
+    const at::Device device = place.kind == Place::Kind::accelerator ? device_of(place) : main;
+    if (entry.tensor.device() != device) {
+      const at::Tensor there = values(device);
+      intercept::replace_data(entry.tensor, there);
+      if (entry.tensor.grad().defined())
+        const_cast<at::Tensor&>(entry.tensor).mutable_grad() = entry.tensor.grad().to(device);
+    }
+    return;
+  }
+  Source source;
+  if (place == Place::disk()) {
+    source.stored_as = stored_name(entry);
+  } else {
+    source.home = values(at::kCPU);
+    if (!main.is_cpu() && !source.home.is_pinned()) source.home = source.home.pin_memory();
+  }
+  residency->set_source(entry.tensor, std::move(source));
+  offloaded.push_back(entry);
+}
+
+std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
+  std::unordered_set<const void*> waiting;
+  for (const NamedTensor& entry : offloaded) waiting.insert(entry.tensor.unsafeGetTensorImpl());
+  std::vector<intercept::UnitPlan> plans;
+  const auto add = [&](const std::string& name, const std::vector<NamedTensor>& tensors) {
+    std::map<at::ScalarType, std::vector<NamedTensor>> by_dtype;
+    for (const NamedTensor& entry : tensors) {
+      if (entry.tensor.defined() && waiting.erase(entry.tensor.unsafeGetTensorImpl()) > 0)
+        by_dtype[entry.tensor.scalar_type()].push_back(entry);
+    }
+    for (auto& [dtype, group] : by_dtype) {
+      std::int64_t bytes = 0;
+      for (const NamedTensor& entry : group)
+        bytes += static_cast<std::int64_t>(entry.tensor.nbytes());
+      if (options.resident_limit() > 0 && bytes > options.resident_limit()) {
+        for (const NamedTensor& entry : group) plans.push_back({entry.name, {entry}});
+      } else {
+        plans.push_back({name.empty() ? "(root)" : name, std::move(group)});
+      }
+    }
+  };
+  const auto gather = [](const auto& self, const ModuleNode& node,
+                         std::vector<NamedTensor>& into) -> void {
+    into.insert(into.end(), node.parameters.begin(), node.parameters.end());
+    into.insert(into.end(), node.buffers.begin(), node.buffers.end());
+    for (const ModuleNode& child : node.children) self(self, child, into);
+  };
+  std::unordered_set<std::string> met;
+  const auto walk = [&](const auto& self, const ModuleNode& node) -> void {
+    bool whole = false;
+    for (const std::string& type : options.preload_module_classes()) {
+      if (!is_module_type(node.type, type)) continue;
+      met.insert(type);
+      whole = true;
+    }
+    std::vector<NamedTensor> tensors;
+    if (whole) {
+      gather(gather, node, tensors);
+      return add(node.name, tensors);
+    }
+    tensors = node.parameters;
+    tensors.insert(tensors.end(), node.buffers.begin(), node.buffers.end());
+    add(node.name, tensors);
+    for (const ModuleNode& child : node.children) self(self, child);
+  };
+  walk(walk, module.root());
+  for (const std::string& type : options.preload_module_classes()) {
+    if (!met.contains(type)) {
+      throw ConfigError(text::concat("OffloadOptions::preload_module_classes names '", type,
+                                     "', and the module has nothing of that class."));
+    }
+  }
+  return plans;
+}
+
+void Dispatched::Impl::refuse_training(const NamedTensor& entry) {
+  if (torch::autograd::impl::post_acc_grad_hooks(entry.tensor) != nullptr)
+    return;  // the user's own
+  auto hook = std::make_unique<RefuseGradient>();
+  hook->name = entry.name;
+  torch::autograd::impl::set_post_acc_grad_hooks(entry.tensor, std::move(hook));
+  refusing.push_back(entry);
+}
+
+void Dispatched::Impl::release_hooks() {
+  for (const NamedTensor& entry : refusing) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(entry.tensor);
+    if (dynamic_cast<RefuseGradient*>(hook.get()) != nullptr) hook.reset();
+  }
+  refusing.clear();
+}
+
+Dispatched::Dispatched(ModuleRecord module, DeviceMap map, OffloadOptions options)
+    : impl_(std::make_unique<Impl>(std::move(module), std::move(map), std::move(options))) {}
+
+Dispatched::~Dispatched() {
+  if (!impl_->engine) return;
+  const Quiet quiet;
+  impl_->release_hooks();
+  for (const NamedTensor& entry : impl_->offloaded) {
+    const Source& source = impl_->residency->source(entry.tensor);
+    if (source.home.defined()) intercept::replace_data(entry.tensor, source.home);
+  }
+}
+
+const DeviceMap& Dispatched::device_map() const noexcept { return impl_->map; }
+at::Device Dispatched::main_device() const noexcept { return impl_->main; }
+
+OffloadStatistics Dispatched::statistics() const {
+  if (!impl_->engine) return {};
+  const intercept::EngineStatistics engine = impl_->engine->statistics();
+  const OffloadResidency::Counts counts = impl_->residency->counts();
+  return {engine.brought, engine.prefetched, counts.brought_bytes, counts.read_bytes,
+          engine.peak_resident_bytes};
+}
+
+void Dispatched::reset_statistics() {
+  if (!impl_->engine) return;
+  impl_->engine->reset_statistics();
+  impl_->residency->reset_counts();
+}
+
+void Dispatched::trace_residency(const std::filesystem::path& file) {
+  impl_->residency->trace(file);
+}
+
+void Dispatched::remove_offload() {
+  if (!impl_->engine) return;
+  std::int64_t needed = 0;
+  for (const NamedTensor& entry : impl_->offloaded) {
+    if (!impl_->residency->source(entry.tensor).home.defined())
+      needed += static_cast<std::int64_t>(entry.tensor.nbytes());
+  }
+  if (const std::int64_t free = available_memory(at::kCPU); needed > free) {
+    throw OutOfMemoryError(text::concat("The weights on disk need ", text::format_bytes(needed),
+                                        " of memory and ", text::format_bytes(free),
+                                        " are free, so the offloading cannot be ended."));
+  }
+  impl_->engine->end_pass();
+  const Quiet quiet;
+  std::vector<at::Tensor> values;
+  for (const NamedTensor& entry : impl_->offloaded)
+    values.push_back(impl_->residency->whole(entry.tensor));
+  impl_->release_hooks();
+  for (std::size_t i = 0; i < values.size(); ++i)
+    intercept::replace_data(impl_->offloaded[i].tensor, values[i]);
+  impl_->engine.reset();
+  impl_->align.reset();
+}
+
+struct Dispatched::Forward::State {
+  Impl* module;
+  bool inference;
+  std::optional<at::Device> input;
+  std::optional<intercept::Region> region;
+};
+
+Dispatched::Forward::Forward(Dispatched& module)
+    : state_(new State{module.impl_.get(), !at::GradMode::is_enabled(), {}, {}}) {
+  Impl& impl = *state_->module;
+  if (impl.engine) {
+    // A pass is a forward, with the backward that may follow it: it ends when the next begins.
+    impl.engine->end_pass();
+    impl.engine->begin_pass(state_->inference ? Engine::Pass::inference : Engine::Pass::training);
+  }
+  if (impl.align) state_->region.emplace(*impl.align);
+}
+
+Dispatched::Forward::~Forward() {
+  state_->region.reset();
+  Impl& impl = *state_->module;
+  if (!impl.engine) return;
+  try {
+    if (state_->inference) impl.engine->end_pass();
+    impl.residency->rest();
+    impl.residency->write_trace(impl.engine->units());
+  } catch (const std::exception& error) {
+    // Weights that were fetched ahead and not used; or the trace's file. The forward is over.
+    log::warning(text::concat("After the forward of a dispatched module: ", describe(error)));
+  }
+}
+
+void Dispatched::Forward::sees(const at::Tensor& input) {
+  if (!state_->input && input.defined()) state_->input = input.device();
+}
+
+at::Tensor Dispatched::Forward::back(at::Tensor result) const {
+  if (!state_->module->align || !state_->input || !result.defined()) return result;
+  const intercept::Below below;
+  return result.to(*state_->input);
+}
+
+c10::IValue Dispatched::Forward::back(c10::IValue result) const {
+  return result.isTensor() ? c10::IValue(back(result.toTensor())) : result;
+}
+
+struct CpuOffloadHook::State {
+  ModuleRecord module;
+  at::Device device;
+  std::optional<CpuOffloadHook> previous;
+  bool removed = false;
+  bool brought = false;
+};
+
+CpuOffloadHook::CpuOffloadHook(ModuleRecord module, at::Device execution_device,
+                               std::optional<CpuOffloadHook> previous)
+    : state_(new State{std::move(module), execution_device, std::move(previous)}) {
+  state_->module.to(at::kCPU);
+}
+
+void CpuOffloadHook::bring() const {
+  if (state_->removed) return;
+  if (state_->previous) state_->previous->offload();
+  if (!state_->brought) state_->module.to(state_->device);
+  state_->brought = true;
+}
+
+void CpuOffloadHook::offload() const {
+  if (state_->removed) return;
+  state_->module.to(at::kCPU);
+  state_->brought = false;
+}
+
+void CpuOffloadHook::remove() const { state_->removed = true; }
+
+}  // namespace accelerate

@@ -1,0 +1,367 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/progress.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/big_model/load.hpp>
+#include <accelerate/big_model/sizes.hpp>
+#include <accelerate/core/memory.hpp>
+#include <big_model/checkpoint_source.hpp>
+#include <big_model/huge_pages.hpp>
+#include <intercept/quiet.hpp>
+#include <intercept/replace.hpp>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+
+namespace accelerate {
+namespace {
+
+using big_model::CheckpointSource;
+
+// Read in pieces of this size, so that threads share a large weight and small ones cost little.
+constexpr std::int64_t kPieceBytes = std::int64_t{16} << 20;
+
+struct Weight {
+  NamedTensor entry;      // the module's
+  std::string stored_as;  // in the checkpoint
+  at::ScalarType dtype;   // that it is to have
+  Place place;
+  bool fill_in_place = false;
+};
+
+struct Piece {
+  const Weight* weight;
+  at::Tensor rows;
+  std::int64_t begin, end;
+  bool mapped;
+};
+
+// Has the kernel read the pages of a mapped file in, and says so when it cannot: later that would
+// be a signal.
+void read_pages(const Piece& piece, const std::filesystem::path& path) {
+  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(piece.rows.const_data_ptr());
+  const std::uintptr_t from = begin / page * page;
+  const std::uintptr_t to = (begin + piece.rows.nbytes() + page - 1) / page * page;
+  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14
+  if (madvise(reinterpret_cast<void*>(from), to - from, kPopulateRead) == 0) return;
+  if (errno == EINVAL) {
+    madvise(reinterpret_cast<void*>(from), to - from, MADV_WILLNEED);
+    return;
+  }
+  throw CheckpointError(
+      text::concat("The weight '", piece.weight->stored_as, "' could not be read from ", path, ": ",
+                   std::generic_category().message(errno), "."),
+      path.string());
+}
+
+at::Device device_of(Place place) {
+  return place.kind == Place::Kind::accelerator
+             ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(place.index))
+             : at::Device(at::kCPU);
+}
+
+std::string bytes_text(std::int64_t bytes) { return text::format_bytes(bytes); }
+
+// Calls `each` for the indices below `count` on several threads; the first error ends them all and
+// is thrown. `watch` is called on this thread meanwhile.
+void in_threads(int threads, std::size_t count, const std::function<void(std::size_t)>& each,
+                const std::function<void()>& watch) {
+  std::atomic<std::size_t> next{0};
+  std::atomic<int> running{threads};
+  std::mutex mutex;
+  std::exception_ptr error;
+  const auto work = [&] {
+    const intercept::Quiet quiet;
+    try {
+      for (std::size_t i; (i = next.fetch_add(1)) < count;) each(i);
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+      next.store(count);
+    }
+    running.fetch_sub(1);
+    running.notify_all();
+  };
+  std::vector<std::thread> others;
+  for (int i = 0; i < threads; ++i) others.emplace_back(work);
+  for (int left; (left = running.load()) > 0;) {
+    if (watch) {
+      watch();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    } else {
+      running.wait(left);
+    }
+  }
+  for (std::thread& other : others) other.join();
+  if (error) std::rethrow_exception(error);
+}
+
+class Loader {
+ public:
+  Loader(const ModuleRecord& module, const std::filesystem::path& path, const DeviceMap& map,
+         const LoadOptions& options, bool offload_buffers)
+      : module_(module), path_(path), map_(map), options_(options), source_(path) {
+    check_device_map(model_tree(module), map);
+    for (const auto& names : module.tied()) tied_[names.front()] = names;
+    for (const NamedTensor& entry : module.parameters()) match(entry, false, offload_buffers);
+    for (const NamedTensor& entry : module.buffers()) match(entry, true, offload_buffers);
+    for (const std::string& name : source_.names()) {
+      if (!used_.contains(name)) report_.unexpected.push_back(name);
+    }
+    refuse_differences();
+    refuse_lack_of_memory();
+  }
+
+  LoadReport load() {
+    const intercept::Quiet quiet;
+    leave_on_disk();
+    std::vector<Piece> pieces;
+    std::vector<at::Tensor> targets;
+    for (const Weight& weight : weights_) {
+      if (weight.place == Place::disk()) continue;
+      at::Tensor target = weight.entry.tensor.detach();
+      const at::Tensor mapped = map(weight);
+      if (mapped.defined()) {
+        target = mapped;
+      } else if (!weight.fill_in_place) {
+        // In the module's own order in memory, channels last for example.
+        target = at::empty_like(weight.entry.tensor,
+                                at::TensorOptions(device_of(weight.place)).dtype(weight.dtype));
+        big_model::use_huge_pages(target);
+      }
+      targets.push_back(target);
+      cut(weight, target, mapped.defined(), pieces);
+    }
+    read(pieces);
+    std::size_t next = 0;
+    for (const Weight& weight : weights_) {
+      if (weight.place == Place::disk()) continue;
+      if (!weight.fill_in_place) intercept::replace_data(weight.entry.tensor, targets[next]);
+      weight.entry.tensor.unsafeGetTensorImpl()->bump_version();
+      ++next;
+    }
+    if (!report_.unexpected.empty()) {
+      log::warning(text::concat("Weights of the checkpoint ", path_,
+                                " that the module does not have: ", text::join(report_.unexpected),
+                                "."));
+    }
+    if (!report_.missing.empty()) {
+      log::warning(text::concat("Weights of the module that the checkpoint ", path_,
+                                " does not have: ", text::join(report_.missing), "."));
+    }
+    return std::move(report_);
+  }
+
+ private:
+  void match(const NamedTensor& entry, bool is_buffer, bool offload_buffers) {
+    if (intercept::is_tagged(entry.tensor)) {
+      throw StateError(
+          text::concat("'", entry.name,
+                       "' is sharded or offloaded. Load a checkpoint before the module "
+                       "is dispatched or prepared."));
+    }
+    std::vector<std::string> names{entry.name};
+    if (const auto found = tied_.find(entry.name); found != tied_.end()) names = found->second;
+    std::string stored;
+    for (const std::string& name : names) {
+      if (!source_.contains(name)) continue;
+      if (stored.empty()) stored = name;
+      used_.insert(name);
+    }
+    if (stored.empty()) {
+      report_.missing.push_back(entry.name);
+      return;
+    }
+    if (const auto shape = source_.shape(stored); at::IntArrayRef(shape) != entry.tensor.sizes()) {
+      differences_.push_back(text::concat("'", stored, "' is [", text::join(shape),
+                                          "] in the checkpoint and [",
+                                          text::join(entry.tensor.sizes()), "] in the module"));
+    }
+    Weight weight{entry, stored, dtype_for(entry), *place_of(map_, entry.name)};
+    if (is_buffer && !offload_buffers && weight.place == Place::disk()) weight.place = Place::cpu();
+    weight.fill_in_place = weight.dtype == entry.tensor.scalar_type() &&
+                           entry.tensor.device() == device_of(weight.place);
+    weights_.push_back(std::move(weight));
+  }
+
+  at::ScalarType dtype_for(const NamedTensor& entry) const {
+    const auto& wanted = options_.dtype();
+    if (!wanted || !entry.tensor.is_floating_point()) return entry.tensor.scalar_type();
+    if (*wanted == at::kHalf || *wanted == at::kBFloat16) {
+      for (const std::string& key : options_.keep_in_fp32_modules()) {
+        if (entry.name == key || entry.name.find(key + ".") != std::string::npos) return at::kFloat;
+      }
+    }
+    return *wanted;
+  }
+
+  void refuse_differences() const {
+    std::vector<std::string> all = differences_;
+    if (options_.strict()) {
+      for (const std::string& name : report_.missing)
+        all.push_back(text::concat("'", name, "' is not in the checkpoint"));
+      for (const std::string& name : report_.unexpected)
+        all.push_back(text::concat("'", name, "' is not in the module"));
+    }
+    if (all.empty()) return;
+    throw CheckpointError(text::concat("The checkpoint ", path_,
+                                       " is not one of this module: ", text::join(all, "; "), "."),
+                          path_.string());
+  }
+
+  void refuse_lack_of_memory() const {
+    std::map<std::string, std::pair<at::Device, std::int64_t>> needed;
+    for (const Weight& weight : weights_) {
+      if (weight.place == Place::disk() || weight.fill_in_place) continue;
+      const at::Device device = device_of(weight.place);
+      auto& entry = needed.try_emplace(device.str(), device, 0).first->second;
+      entry.second +=
+          weight.entry.tensor.numel() * static_cast<std::int64_t>(c10::elementSize(weight.dtype));
+    }
+    for (const auto& [name, entry] : needed) {
+      const auto& [device, bytes] = entry;
+      const std::int64_t free = available_memory(device);
+      if (bytes <= free) continue;
+      throw OutOfMemoryError(
+          text::concat("The weights that the device map puts on ", name, " need ",
+                       bytes_text(bytes), ", and ", bytes_text(free),
+                       " are free there. Put more of them on the disk, or load in a smaller "
+                       "dtype."));
+    }
+  }
+
+  // Weights on the disk keep their shape only.
+  void leave_on_disk() {
+    std::vector<NamedTensor> to_copy;
+    std::unordered_map<std::string, const Weight*> by_name;
+    for (const Weight& weight : weights_) {
+      if (weight.place != Place::disk()) continue;
+      const at::Tensor like =
+          at::empty(weight.entry.tensor.sizes(), at::TensorOptions(at::kMeta).dtype(weight.dtype));
+      to_copy.push_back({weight.entry.name, like});
+      by_name[weight.entry.name] = &weight;
+    }
+    if (to_copy.empty()) return;
+    if (!options_.offload_folder().empty()) {
+      report_.on_disk =
+          offload_state_dict(options_.offload_folder(), to_copy, [&](const NamedTensor& entry) {
+            const Weight& weight = *by_name.at(entry.name);
+            at::Tensor values = at::empty(entry.tensor.sizes(), at::TensorOptions(weight.dtype));
+            if (values.numel() == 0) return values;
+            source_.read_rows(weight.stored_as, 0, values.dim() == 0 ? 1 : values.size(0),
+                              values.dim() == 0 ? values.unsqueeze(0) : values);
+            report_.bytes += static_cast<std::int64_t>(values.nbytes());
+            return values;
+          });
+    } else if (const WeightStore* store = source_.store()) {
+      for (const NamedTensor& entry : to_copy)
+        report_.on_disk.add(entry.name, *store->find(by_name.at(entry.name)->stored_as));
+    } else {
+      throw ConfigError(
+          text::concat("The checkpoint ", path_,
+                       " is of torch.save, which weights cannot be read from while the "
+                       "module runs. Set LoadOptions::offload_folder to where they can "
+                       "be copied, or convert the checkpoint to safetensors."));
+    }
+    for (const NamedTensor& entry : to_copy)
+      intercept::replace_data(by_name.at(entry.name)->entry.tensor, entry.tensor);
+  }
+
+  // The weight's memory in the mapped file, if it is to have that.
+  at::Tensor map(const Weight& weight) const {
+    const at::Tensor& tensor = weight.entry.tensor;
+    if (!options_.memory_map() || !tensor.is_meta() || weight.place != Place::cpu() ||
+        !tensor.is_contiguous() || source_.dtype(weight.stored_as) != weight.dtype)
+      return {};
+    return source_.map(weight.stored_as);
+  }
+
+  void cut(const Weight& weight, const at::Tensor& target, bool mapped,
+           std::vector<Piece>& pieces) const {
+    if (target.numel() == 0) return;
+    const at::Tensor rows = target.dim() == 0 ? target.unsqueeze(0) : target;
+    const std::int64_t row_bytes = static_cast<std::int64_t>(target.nbytes()) / rows.size(0);
+    const std::int64_t step = std::max<std::int64_t>(1, kPieceBytes / row_bytes);
+    for (std::int64_t row = 0; row < rows.size(0); row += step) {
+      const std::int64_t count = std::min(step, rows.size(0) - row);
+      pieces.push_back({&weight, rows.narrow(0, row, count), row, row + count, mapped});
+    }
+  }
+
+  void read(const std::vector<Piece>& pieces) {
+    std::int64_t total = 0;
+    for (const Piece& piece : pieces) total += static_cast<std::int64_t>(piece.rows.nbytes());
+    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    const int wanted = options_.threads() > 0 ? options_.threads() : std::min(cores, 4);
+    const int threads = std::min(wanted, static_cast<int>(pieces.size()));
+    if (threads == 0) return;
+    std::atomic<std::int64_t> done{0};
+    constexpr std::int64_t kMiB = 1 << 20;
+    std::optional<Progress> bar;
+    const auto begin = std::chrono::steady_clock::now();
+    const auto watch = [&] {
+      if (!bar && std::chrono::steady_clock::now() - begin > std::chrono::milliseconds(500))
+        bar.emplace(ProgressOptions(total / kMiB).description("Loading weights").unit("MiB"));
+      if (bar) bar->set(done.load() / kMiB);
+    };
+    in_threads(
+        threads, pieces.size(),
+        [&](std::size_t i) {
+          const Piece& piece = pieces[i];
+          if (piece.mapped) {
+            read_pages(piece, path_);
+          } else {
+            source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
+          }
+          done += static_cast<std::int64_t>(piece.rows.nbytes());
+        },
+        options_.progress() ? std::function<void()>(watch) : nullptr);
+    if (bar) bar->set(total / kMiB);
+    report_.bytes += total;
+  }
+
+  const ModuleRecord& module_;
+  std::filesystem::path path_;
+  const DeviceMap& map_;
+  const LoadOptions& options_;
+  CheckpointSource source_;
+  std::unordered_map<std::string, std::vector<std::string>> tied_;
+  std::set<std::string> used_;
+  std::vector<Weight> weights_;
+  std::vector<std::string> differences_;
+  LoadReport report_;
+};
+
+}  // namespace
+
+LoadReport load_checkpoint_in_model(const ModuleRecord& module,
+                                    const std::filesystem::path& checkpoint, const DeviceMap& map,
+                                    const LoadOptions& options, bool offload_buffers) {
+  return Loader(module, checkpoint, map, options, offload_buffers).load();
+}
+
+DeviceMap device_map_for(const ModuleRecord& module, const std::string& name,
+                         const LoadOptions& options) {
+  SizeOptions sizes;
+  if (options.dtype()) sizes.dtype(element_type(*options.dtype()));
+  return named_device_map(
+      name, model_tree(module), options.max_memory().value_or(get_max_memory()),
+      DeviceMapOptions().no_split_module_classes(options.no_split_module_classes()).sizes(sizes));
+}
+
+}  // namespace accelerate

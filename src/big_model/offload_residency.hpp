@@ -1,0 +1,80 @@
+#pragma once
+
+#include <accelerate/big_model/weight_store.hpp>
+#include <accelerate/intercept/engine.hpp>
+#include <big_model/bringer.hpp>
+
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace accelerate::big_model {
+
+/// Where one offloaded weight is: in host memory, or in a store under a name.
+struct Source {
+  at::Tensor home;
+  std::string stored_as;
+};
+
+/// Weights that are read out of host memory or files when they are wanted.
+class OffloadResidency final : public intercept::Residency {
+ public:
+  OffloadResidency(at::Device device, WeightStore store);
+
+  /// To be said of every weight before the engine that asks for it is made.
+  void set_source(const at::Tensor& weight, Source source);
+  const Source& source(const at::Tensor& weight) const;
+  /// The weight as an ordinary tensor on the CPU, in this dtype.
+  at::Tensor whole(const at::Tensor& weight) const;
+
+  at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
+  void finish_bring(const intercept::Unit& unit, const at::Tensor& contents) override;
+  void gone(const intercept::Unit& unit, at::Tensor contents) noexcept override;
+  /// Gives back the memory that is kept for the next weights.
+  void rest();
+  void repointed(const intercept::Unit& unit) override;
+  void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
+                  const at::Tensor& contents) override;
+  at::Tensor bring_full(const intercept::Unit& unit) override;
+  void write_back_full(const intercept::Unit& unit, const at::Tensor& full) override;
+
+  /// Since the last reset.
+  struct Counts {
+    std::int64_t brought_bytes = 0, read_bytes = 0;
+  };
+  Counts counts() const;
+  void reset_counts();
+
+  void trace(std::filesystem::path file);
+  /// Writes what was traced so far, if anything is.
+  void write_trace(const std::vector<std::unique_ptr<intercept::Unit>>& units) const;
+
+ private:
+  enum class Event { begins, here, gone };
+  struct Traced {
+    std::int64_t nanoseconds;
+    int unit;
+    Event event;
+  };
+  void fill(const intercept::Unit& unit, const at::Tensor& buffer);
+  void note(const intercept::Unit& unit, Event event) noexcept;
+
+  at::Device device_;
+  WeightStore store_;
+  std::unordered_map<const void*, Source> sources_;  // by TensorImpl
+  mutable std::mutex mutex_;                         // of the rest
+  Counts counts_;
+  std::unordered_map<int, std::shared_ptr<Bringer::Job>> jobs_;  // by unit
+  std::vector<at::Tensor> spare_;  // buffers of weights that just left
+  std::optional<std::filesystem::path> trace_file_;
+  std::chrono::steady_clock::time_point trace_start_;
+  std::vector<Traced> traced_;
+  Bringer bringer_;  // last: its thread uses the above
+};
+
+}  // namespace accelerate::big_model

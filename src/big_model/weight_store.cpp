@@ -1,0 +1,277 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/json.hpp>
+#include <accelerate/base/text.hpp>
+#include <accelerate/big_model/weight_store.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
+#include <accelerate/io/file.hpp>
+#include <accelerate/io/safetensors.hpp>
+#include <intercept/quiet.hpp>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/TensorOptions.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+namespace accelerate {
+namespace {
+
+namespace fs = std::filesystem;
+namespace safetensors = io::safetensors;
+
+constexpr std::int64_t kStagingBytes = std::int64_t{4} << 20;
+
+// numpy's names of dtypes, in which the original's index is written; the last two kinds numpy does
+// not know and the original writes by torch's name.
+constexpr std::array<std::pair<const char*, at::ScalarType>, 20> kDtypes{{
+    {"float32", at::kFloat},
+    {"float64", at::kDouble},
+    {"float16", at::kHalf},
+    {"int64", at::kLong},
+    {"int32", at::kInt},
+    {"int16", at::kShort},
+    {"int8", at::kChar},
+    {"uint8", at::kByte},
+    {"bool", at::kBool},
+    {"uint16", at::kUInt16},
+    {"uint32", at::kUInt32},
+    {"uint64", at::kUInt64},
+    {"complex64", at::kComplexFloat},
+    {"complex128", at::kComplexDouble},
+    {"bfloat16", at::kBFloat16},
+    {"float8_e4m3fn", at::kFloat8_e4m3fn},
+    {"float8_e5m2", at::kFloat8_e5m2},
+    {"float8_e4m3fnuz", at::kFloat8_e4m3fnuz},
+    {"float8_e5m2fnuz", at::kFloat8_e5m2fnuz},
+    {"float8_e8m0fnu", at::kFloat8_e8m0fnu},
+}};
+
+at::ScalarType dtype_of(std::string_view name, const fs::path& index) {
+  if (name.starts_with("torch.")) name.remove_prefix(6);
+  for (const auto& [text, dtype] : kDtypes) {
+    if (name == text) return dtype;
+  }
+  throw CheckpointError(
+      text::concat("The offload index ", index, " has the unknown dtype '", name, "'."),
+      index.string());
+}
+
+std::string name_of(at::ScalarType dtype, const std::string& weight) {
+  for (const auto& [text, known] : kDtypes) {
+    if (known == dtype) return text;
+  }
+  throw UnsupportedError(text::concat("'", weight, "' has dtype ", dtype,
+                                      ", which cannot be written to an offload folder."));
+}
+
+void add_collection(WeightStore& store, const fs::path& path) {
+  const safetensors::Collection files(path);
+  for (const auto& [name, entry] : files.tensors()) {
+    const safetensors::Header& header = entry.reader->header();
+    store.add(name,
+              {entry.reader->path(), header.data_offset() + entry.info->begin, header.file_bytes(),
+               checkpoints::tensor_dtype(entry.info->dtype), entry.info->shape});
+  }
+  // A name that is tied to another is in the metadata only, under the name that has the bytes.
+  for (const auto& reader : files.readers()) {
+    for (const auto& [name, stored] : reader->header().metadata()) {
+      if (store.find(name) == nullptr && store.find(stored) != nullptr)
+        store.add(name, *store.find(stored));
+    }
+  }
+}
+
+void add_folder(WeightStore& store, const fs::path& index_path) {
+  const auto refuse = [&](const std::string& what) {
+    throw CheckpointError(text::concat("The offload index ", index_path, " ", what),
+                          index_path.string());
+  };
+  Json index;
+  try {
+    index = Json::parse(io::read_file(index_path));
+  } catch (const Json::exception&) {
+    refuse("is not JSON.");
+  }
+  if (!index.is_object()) refuse("is not a JSON object.");
+  const fs::path folder = index_path.parent_path();
+  for (const auto& [name, value] : index.items()) {
+    try {
+      if (value.contains("safetensors_file")) {
+        const fs::path file = folder / value.at("safetensors_file").get<std::string>();
+        const std::string weight = value.value("weight_name", name);
+        const safetensors::Header header = safetensors::Header::read(file);
+        const safetensors::TensorInfo* info = header.find(weight);
+        if (info == nullptr)
+          refuse(text::concat("says that '", weight, "' is in ", file, ", and it is not."));
+        store.add(name, {file, header.data_offset() + info->begin, header.file_bytes(),
+                         checkpoints::tensor_dtype(info->dtype), info->shape});
+        continue;
+      }
+      WeightStore::Entry entry{folder / (name + ".dat"), 0, 0,
+                               dtype_of(value.at("dtype").get<std::string>(), index_path),
+                               value.at("shape").get<std::vector<std::int64_t>>()};
+      if (std::any_of(entry.shape.begin(), entry.shape.end(), [](auto size) { return size < 0; }))
+        refuse(text::concat("gives '", name, "' a negative dimension."));
+      entry.file_bytes = static_cast<std::uint64_t>(entry.bytes());
+      const std::uint64_t found = io::File::open(entry.file).size();
+      if (found != entry.file_bytes) {
+        refuse(text::concat("says that '", name, "' has ", entry.file_bytes, " bytes, and ",
+                            entry.file, " has ", found, "."));
+      }
+      store.add(name, std::move(entry));
+    } catch (const Json::exception&) {
+      refuse(text::concat("does not say the dtype and shape of '", name, "'."));
+    }
+  }
+}
+
+std::int64_t rows_of(const std::vector<std::int64_t>& shape) {
+  return shape.empty() ? 1 : shape[0];
+}
+
+}  // namespace
+
+std::int64_t WeightStore::Entry::elements() const {
+  std::int64_t count = 1;
+  for (const std::int64_t size : shape) count *= size;
+  return count;
+}
+
+std::int64_t WeightStore::Entry::bytes() const {
+  return elements() * static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
+WeightStore WeightStore::open(const fs::path& path) {
+  WeightStore store;
+  const bool is_folder = fs::is_directory(path);
+  if (is_folder && fs::exists(path / "index.json") && !fs::exists(path / "model.safetensors")) {
+    add_folder(store, fs::absolute(path / "index.json"));
+  } else if (!is_folder && path.filename() == "index.json") {
+    add_folder(store, fs::absolute(path));
+  } else {
+    add_collection(store, path);
+  }
+  return store;
+}
+
+const WeightStore::Entry* WeightStore::find(std::string_view name) const {
+  const auto found = entries_.find(name);
+  return found == entries_.end() ? nullptr : &found->second;
+}
+
+const WeightStore::Entry& WeightStore::at(std::string_view name) const {
+  if (const Entry* entry = find(name)) return *entry;
+  throw StateError(text::concat("There is no weight '", name, "' in this store."));
+}
+
+void WeightStore::read(std::string_view name, const at::Tensor& tensor) const {
+  const Entry& entry = at(name);
+  if (tensor.sizes() != at::IntArrayRef(entry.shape)) {
+    throw CheckpointError(
+        text::concat("'", name, "' has the shape [", text::join(entry.shape), "] in ", entry.file,
+                     ", and [", text::join(tensor.sizes()), "] in the module."),
+        entry.file.string());
+  }
+  const at::Tensor rows = entry.shape.empty() ? tensor.unsqueeze(0) : tensor;
+  read_rows(name, 0, rows_of(entry.shape), rows);
+}
+
+void WeightStore::read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
+                            const at::Tensor& tensor) const {
+  const Entry& entry = at(name);
+  const intercept::Quiet quiet;
+  const io::File file = io::File::open(entry.file);
+  if (const std::uint64_t now = file.size(); now != entry.file_bytes) {
+    throw CheckpointError(
+        text::concat("The file ", entry.file, " of the offloaded weight '", name, "' had ",
+                     entry.file_bytes, " bytes when it was opened and now has ", now,
+                     ". It must stay as it is while the module is used; load the module again."),
+        entry.file.string());
+  }
+  if (tensor.numel() == 0) return;
+  const std::int64_t row_bytes = entry.bytes() / rows_of(entry.shape);
+  const std::uint64_t first = entry.offset + static_cast<std::uint64_t>(begin * row_bytes);
+  if (tensor.is_cpu() && tensor.scalar_type() == entry.dtype && tensor.is_contiguous()) {
+    file.read(tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.nbytes()), first);
+    return;
+  }
+  // Through a small buffer: to another dtype, device or order in memory.
+  const std::int64_t rows_at_once =
+      std::clamp<std::int64_t>(kStagingBytes / row_bytes, 1, end - begin);
+  std::vector<std::int64_t> sizes = tensor.sizes().vec();
+  sizes[0] = rows_at_once;
+  const at::Tensor staging =
+      at::empty(sizes, at::TensorOptions(entry.dtype).pinned_memory(tensor.is_cuda()));
+  for (std::int64_t row = 0; row < end - begin; row += rows_at_once) {
+    const std::int64_t count = std::min(rows_at_once, end - begin - row);
+    const at::Tensor part = staging.narrow(0, 0, count);
+    file.read(part.mutable_data_ptr(), static_cast<std::size_t>(count * row_bytes),
+              first + static_cast<std::uint64_t>(row * row_bytes));
+    tensor.narrow(0, row, count).copy_(part);
+  }
+}
+
+WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTensor>& tensors) {
+  return offload_state_dict(folder, tensors, [&](const NamedTensor& entry) {
+    if (!entry.tensor.is_meta()) return entry.tensor;
+    throw StateError(text::concat("'", entry.name,
+                                  "' has a shape and no values (it is on the meta device), so it "
+                                  "cannot be written to ",
+                                  folder, ". Load a checkpoint first."));
+  });
+}
+
+WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTensor>& like,
+                               const std::function<at::Tensor(const NamedTensor&)>& values) {
+  const intercept::Quiet quiet;
+  io::make_folders(folder);
+  const fs::path index_path = fs::absolute(folder / "index.json");
+  Json index = Json::object();
+  if (fs::exists(index_path)) {
+    index = Json::parse(io::read_file(index_path), nullptr, /*allow_exceptions=*/false);
+    if (!index.is_object()) {
+      throw CheckpointError(
+          text::concat("The offload index ", index_path,
+                       " that is there is not a JSON object. Remove the folder, or "
+                       "name another."),
+          index_path.string());
+    }
+  }
+  std::uint64_t needed = 0;
+  for (const auto& [name, tensor] : like) {
+    if (name.find('/') != std::string::npos || name.empty() || name.starts_with('.'))
+      throw ConfigError(text::concat("'", name, "' cannot be the name of a file."));
+    const fs::path file = folder / (name + ".dat");
+    const std::uint64_t there = fs::exists(file) ? fs::file_size(file) : 0;
+    needed += static_cast<std::uint64_t>(tensor.nbytes()) -
+              std::min<std::uint64_t>(there, tensor.nbytes());
+  }
+  if (const std::uint64_t free = io::free_bytes(folder); needed > free) {
+    throw CheckpointError(
+        text::concat("The weights to offload need ",
+                     text::format_bytes(static_cast<std::int64_t>(needed)), " and the disk of ",
+                     folder, " has ", text::format_bytes(static_cast<std::int64_t>(free)),
+                     " left."),
+        folder.string());
+  }
+  WeightStore store;
+  for (const NamedTensor& each : like) {
+    const auto& [name, tensor] = each;
+    WeightStore::Entry entry{fs::absolute(folder / (name + ".dat")), 0,
+                             static_cast<std::uint64_t>(tensor.nbytes()), tensor.scalar_type(),
+                             tensor.sizes().vec()};
+    index[name] = {{"dtype", name_of(entry.dtype, name)}, {"shape", entry.shape}};
+    const at::Tensor bytes = values(each).detach().cpu().to(entry.dtype).contiguous();
+    io::File file = io::File::create(entry.file);
+    file.write(bytes.const_data_ptr(), bytes.nbytes(), 0);
+    file.close();
+    store.add(name, std::move(entry));
+  }
+  io::write_file(index_path, index.dump(2));
+  return store;
+}
+
+}  // namespace accelerate
