@@ -30,6 +30,17 @@ std::vector<checkpoints::NamedModule> named_modules(const Prepared& prepared) {
 
 namespace {
 
+// The same processes go on adding gradients in the same order.
+void set_layouts(const Json& about, const Prepared& prepared, int world_size) {
+  if (about.value("world_size", 0) != world_size || about.value("strategy", "") != prepared.strategy)
+    return;
+  const Json layouts = about.value("reduction_layouts", Json::array());
+  for (std::size_t i = 0; i < std::min(layouts.size(), prepared.modules.size()); ++i) {
+    prepared.modules[i]->set_reduction_layout(
+        layouts[i].get<std::vector<std::vector<std::int64_t>>>());
+  }
+}
+
 // A folder of Python Accelerate's save_state.
 bool is_of_python(const fs::path& folder) {
   std::error_code ignored;
@@ -232,6 +243,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     }
     for (const auto& [i, tensors] : tensor_objects) objects_[i].load_tensors(tensors);
     load_random(load);
+    set_layouts(load.manifest().about, prepared, savers_.world.size());
     prepared.gradients->set_step(load.manifest().about.value("micro_batch", std::int64_t{0}));
   });
   for (const auto& module : prepared.modules) {

@@ -181,6 +181,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
     save->add(std::move(state.tensors));
     save->add_file(numbered("optimizer", i) + ".json", dumped(state.description));
   }
+  Json layouts = Json::array();
+  for (const auto& module : prepared.modules) layouts.push_back(module->reduction_layout());
   // Loaders of streams may stand at different places on each process.
   Json loaders = Json::array();
   for (const auto& loader : loaders_) loaders.push_back(loader->state_dict());
@@ -233,6 +235,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
     if (prepared.scaler) save->add_file("scaler.json", dumped(prepared.scaler->state_dict()));
     save->set_about({{"world_size", savers_.world.size()},
                      {"strategy", prepared.strategy},
+                     {"reduction_layouts", layouts},
                      {"number", number},
                      {"metric", options.metric() ? Json(*options.metric()) : Json()},
                      {"micro_batch", prepared.gradients->step()},

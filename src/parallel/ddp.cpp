@@ -36,6 +36,27 @@ struct GradientWatch {
   std::atomic<bool> unreduced{false};
 };
 
+// The Reducer lays its buckets out anew once it knows in which order gradients arrive. A resumed run
+// would find that out in its first step, and until then add in another order.
+class Buckets final : public c10d::Reducer {
+ public:
+  using Reducer::Reducer;
+
+  std::vector<std::vector<std::int64_t>> layout() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::vector<std::int64_t>> all;
+    if (!has_rebuilt_bucket_) return all;
+    for (const auto& bucket : buckets_)
+      all.emplace_back(bucket.variable_indices.begin(), bucket.variable_indices.end());
+    return all;
+  }
+  void set_layout(std::vector<std::vector<std::size_t>> layout) {
+    const std::lock_guard lock(mutex_);
+    initialize_buckets(std::move(layout));
+    has_rebuilt_bucket_ = true;
+  }
+};
+
 class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
  public:
   ArrivalHook(std::shared_ptr<GradientWatch> watch, std::unique_ptr<PostAccumulateGradHook> next)
@@ -70,7 +91,7 @@ struct Ddp::Impl {
   std::vector<NamedTensor> states;      ///< all parameters and buffers that must be equal
   std::vector<at::Tensor> buffers;      ///< broadcast ones
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-  std::unique_ptr<c10d::Reducer> reducer;
+  std::unique_ptr<Buckets> reducer;
   bool join = false;
   /// Static graph: the first backward's reduction is started by hand when it has ended.
   bool delayed_reduction = false;
@@ -201,7 +222,7 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
     auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits));
     std::reverse(buckets.begin(), buckets.end());
     const MemoryKindScope kind(MemoryKind::gradients);
-    self.reducer = std::make_unique<c10d::Reducer>(
+    self.reducer = std::make_unique<Buckets>(
         parameters, std::move(buckets), self.process_group,
         /*expect_sparse_gradients=*/std::vector<bool>(parameters.size(), false), bucket_bytes,
         self.options.find_unused_parameters(), self.options.gradient_as_bucket_view(),
@@ -292,6 +313,33 @@ void Ddp::check_gradients() {
         "static_graph if it uses the same ones in every step. ",
         describe(error))));
   }
+}
+
+std::vector<std::vector<std::int64_t>> Ddp::reduction_layout() {
+  if (impl_->reducer->should_rebuild_buckets()) {
+    impl_->translated("the rebuilding of gradient buckets",
+                      [&] { impl_->reducer->rebuild_buckets(); });
+  }
+  return impl_->reducer->layout();
+}
+
+void Ddp::set_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) {
+  if (layout.empty() || !impl_->reducer->should_rebuild_buckets()) return;
+  std::vector<std::vector<std::size_t>> buckets;
+  std::vector<std::int64_t> all;
+  for (const auto& bucket : layout) {
+    all.insert(all.end(), bucket.begin(), bucket.end());
+    buckets.emplace_back(bucket.begin(), bucket.end());
+  }
+  std::sort(all.begin(), all.end());
+  for (std::size_t i = 0; i < std::max(all.size(), impl_->parameters.size()); ++i) {
+    if (all.size() == impl_->parameters.size() && all[i] == static_cast<std::int64_t>(i)) continue;
+    throw CheckpointError(
+        "The layout of gradient buckets in the checkpoint is that of another module.",
+        /*path=*/"");
+  }
+  impl_->translated("the set-up of gradient buckets",
+                    [&] { impl_->reducer->set_layout(std::move(buckets)); });
 }
 
 void Ddp::after_step() { impl_->watch->unreduced = false; }

@@ -88,6 +88,8 @@ class Ddp final : public Strategy {
   void scale_gradients_(const at::Tensor& factor) override;
   void clip_grad_value_(double limit) override;
 
+  std::vector<std::vector<std::int64_t>> reduction_layout() override;
+  void set_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) override;
   /// Collective. Throws DistributedError on every rank, naming the first parameter or buffer whose
   /// values are not bit-equal on all ranks.
   void verify_parameters() const override;

@@ -106,6 +106,13 @@ class Strategy {
   /// Changes nothing when it throws.
   virtual void load_state_dict(const std::vector<NamedTensor>& state,
                                const StateDictOptions& options = {}, bool strict = true);
+  /// In which groups gradients are added over the ranks, by the parameters' places in the module: a
+  /// resumed run that is to get the same bits adds them likewise. Empty when that does not change
+  /// while training. Collective.
+  virtual std::vector<std::vector<std::int64_t>> reduction_layout() { return {}; }
+  /// Takes such a layout, of the same module on as many ranks, alike on every rank; an empty one
+  /// changes nothing. Throws CheckpointError when it is one of another module.
+  virtual void set_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) {}
   /// While what is returned lives, the module's parameters are whole ordinary tensors. With
   /// `write_back`, changes made to them, alike on every rank, are kept. Collective.
   virtual std::shared_ptr<void> summon_full_params(bool write_back);

@@ -1,0 +1,199 @@
+// save_state and load_state against moving the same bytes with plain large sequential I/O, what an
+// asynchronous save holds training up, and what skipping batches costs.
+//
+//   checkpoint FOLDER [GIGABYTES]        one process
+//   accelerate-cpp launch -n 2 checkpoint FOLDER [GIGABYTES]        two, sharded
+//
+// The first process prints a line of JSON for each figure: medians of three rounds in which both
+// sides took turns. On several processes both sides move each process' share.
+#include <accelerate/accelerate.hpp>
+#include <accelerate/io/checksum.hpp>
+
+#include <fcntl.h>
+#include <torch/data/dataloader_options.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <nlohmann/json.hpp>
+
+#include <cstdlib>
+#include <iostream>
+
+#include "measure.hpp"
+
+namespace {
+
+namespace fs = std::filesystem;
+using accelerate::io::File;
+
+constexpr std::size_t kCall = std::size_t{16} << 20;
+constexpr std::int64_t kWidth = 2048;
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(int layers) {
+    for (int i = 0; i < layers; ++i) {
+      all.push_back(
+          register_module("layer" + std::to_string(i), torch::nn::Linear(kWidth, kWidth)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : all) x = layer(x);
+    return x;
+  }
+  std::vector<torch::nn::Linear> all;
+};
+TORCH_MODULE(Net);
+
+struct Numbers {
+  at::Tensor get_batch(c10::ArrayRef<std::size_t> indices) {
+    return at::tensor(std::vector<std::int64_t>(indices.begin(), indices.end()));
+  }
+  std::optional<std::size_t> size() const { return 4'000'000; }
+};
+
+void make_cold(const fs::path& folder) {
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    File file = File::open_writable(entry.path());
+    file.sync();
+    ::posix_fadvise(file.descriptor(), 0, 0, POSIX_FADV_DONTNEED);
+  }
+}
+
+void plain_write(const fs::path& path, const at::Tensor& bytes) {
+  File file = File::create(path);
+  for (std::size_t at = 0; at < bytes.nbytes(); at += kCall) {
+    file.write(static_cast<const char*>(bytes.const_data_ptr()) + at,
+               std::min(kCall, bytes.nbytes() - at), at);
+  }
+  file.sync();
+  file.close();
+}
+
+void plain_read(const fs::path& path, const at::Tensor& into, bool check) {
+  const File file = File::open(path);
+  auto* data = static_cast<std::byte*>(into.mutable_data_ptr());
+  for (std::size_t at = 0; at < into.nbytes(); at += kCall) {
+    const std::size_t next = std::min(kCall, into.nbytes() - at);
+    file.read(data + at, next, at);
+    if (check) accelerate::io::block_checksums({data + at, next});
+  }
+}
+
+void report(const accelerate::Accelerator& accelerator, const accelerate::Json& line) {
+  if (accelerator.is_main_process()) std::cout << line.dump() << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::cerr << "checkpoint FOLDER [GIGABYTES]\n";
+    return 2;
+  }
+  accelerate::log::set_level(accelerate::log::Level::warning);
+  const double gigabytes = argc > 2 ? std::atof(argv[2]) : 2.0;
+  accelerate::AcceleratorOptions options;
+  options.cpu(true);
+  if (std::getenv("WORLD_SIZE") != nullptr) options.strategy(accelerate::StrategyKind::fsdp);
+  accelerate::Accelerator accelerator(options);
+  const int layers = std::max(1, static_cast<int>(gigabytes * 1e9 / (3.0 * 4 * kWidth * kWidth)));
+  Net net(layers);
+  torch::optim::AdamW adam(net->parameters(), 1e-3);
+  auto [model, optimizer, loader] = accelerator.prepare(
+      net, adam,
+      accelerate::data::loader(Numbers(), torch::data::DataLoaderOptions().batch_size(4)));
+  accelerator.backward(model(at::ones({1, kWidth})).sum());
+  optimizer.step();
+  optimizer.zero_grad();
+
+  const std::string place = accelerator.world().broadcast_bytes(
+      accelerator.is_main_process()
+          ? accelerate::io::TemporaryFolder(argv[1], "checkpoint-").keep().string()
+          : "");
+  const fs::path folder = place, saved = folder / "saved", plain = folder / "plain";
+  const fs::path own = plain / std::to_string(accelerator.process_index());
+  if (accelerator.is_main_process()) fs::create_directories(plain);
+  accelerator.wait_for_everyone();
+
+  const double bytes = layers * 3.0 * 4 * (kWidth * kWidth + kWidth);
+  const at::Tensor share =
+      at::ones({static_cast<std::int64_t>(bytes / accelerator.num_processes())}, at::kByte);
+  const auto take_turns = [&](const char* name, const std::function<void()>& before,
+                              const std::function<void()>& other,
+                              const std::function<void()>& ours) {
+    std::vector<double> other_s, ours_s, ratios;
+    const auto timed = [&](const std::function<void()>& work) {
+      before();
+      accelerator.wait_for_everyone();
+      return measure::time([&] {
+               work();
+               accelerator.wait_for_everyone();
+             })
+          .count();
+    };
+    for (int round = 0; round < 3; ++round) {
+      other_s.push_back(timed(other));
+      ours_s.push_back(timed(ours));
+      ratios.push_back(other_s.back() / ours_s.back());
+    }
+    report(accelerator, {{"benchmark", name},
+                         {"processes", accelerator.num_processes()},
+                         {"plain_gb_per_s", bytes / 1e9 / measure::median(other_s)},
+                         {"gb_per_s", bytes / 1e9 / measure::median(ours_s)},
+                         {"ratio", measure::median(ratios)}});
+  };
+
+  take_turns(
+      "save_state, synced",
+      [&] {
+        fs::remove(own);
+        if (accelerator.is_main_process()) fs::remove_all(saved);
+      },
+      [&] { plain_write(own, share); }, [&] { accelerator.save_state(saved); });
+  plain_write(own, share);
+  take_turns(
+      "load_state, warm cache, over reading and checking", [] {},
+      [&] { plain_read(own, share, true); }, [&] { accelerator.load_state(saved); });
+  take_turns(
+      "load_state, cold cache, over reading",
+      [&] {
+        if (!accelerator.is_main_process()) return;
+        make_cold(plain);
+        make_cold(saved);
+      },
+      [&] { plain_read(own, share, false); }, [&] { accelerator.load_state(saved); });
+
+  std::vector<double> stalls;
+  for (int round = 0; round < 3; ++round) {
+    const double copy = measure::time([&] { share.clone(); }).count();
+    stalls.push_back(measure::time([&] {
+                       accelerator.save_state(saved,
+                                              accelerate::SaveStateOptions().asynchronous(true));
+                     }).count() /
+                     copy);
+    accelerator.wait_for_checkpoint();
+  }
+  report(accelerator, {{"benchmark", "asynchronous save_state over one copy of the state"},
+                       {"processes", accelerator.num_processes()},
+                       {"ratio", measure::median(stalls)}});
+
+  const auto first_batch_after = [&](std::int64_t batches) {
+    std::vector<double> seconds;
+    for (int round = 0; round < 5; ++round) {
+      accelerate::data::skip_first_batches(loader, batches);
+      seconds.push_back(measure::time([&] {
+                          for (auto& batch : loader) {
+                            if (batch.numel() > 0) break;
+                          }
+                        }).count());
+    }
+    return measure::median(seconds);
+  };
+  const double near = first_batch_after(1);
+  const std::int64_t far = 1'000'000 / (4 * accelerator.num_processes());
+  report(accelerator, {{"benchmark", "skip_first_batches, sample one million over sample one"},
+                       {"processes", accelerator.num_processes()},
+                       {"ratio", first_batch_after(far) / near}});
+  accelerator.wait_for_everyone();
+  if (accelerator.is_main_process()) fs::remove_all(folder);
+  return 0;
+}
