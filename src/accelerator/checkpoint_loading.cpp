@@ -32,7 +32,8 @@ namespace {
 
 // The same processes go on adding gradients in the same order.
 void set_layouts(const Json& about, const Prepared& prepared, int world_size) {
-  if (about.value("world_size", 0) != world_size || about.value("strategy", "") != prepared.strategy)
+  if (about.value("world_size", 0) != world_size ||
+      about.value("strategy", "") != prepared.strategy)
     return;
   const Json layouts = about.value("reduction_layouts", Json::array());
   for (std::size_t i = 0; i < std::min(layouts.size(), prepared.modules.size()); ++i) {

@@ -167,9 +167,9 @@ std::string dumped(const Json& json) { return json.dump(1) + "\n"; }
 }  // namespace
 
 std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder,
-                                                         const SaveStateOptions& options,
-                                                         const Prepared& prepared,
-                                                         std::int64_t number) {
+                                                          const SaveStateOptions& options,
+                                                          const Prepared& prepared,
+                                                          std::int64_t number) {
   auto save = std::make_unique<checkpoints::Save>(group_, folder);
   const bool first = group_.rank() == 0;
   const auto modules = named_modules(prepared);
@@ -177,7 +177,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
     save->add(checkpoints::module_group(*prepared.modules[i], numbered("model", i)));
   for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
     auto state = checkpoints::optimizer_state(prepared.optimizers[i]->optimizer(), modules, group_,
-                                             numbered("optimizer", i));
+                                              numbered("optimizer", i));
     save->add(std::move(state.tensors));
     save->add_file(numbered("optimizer", i) + ".json", dumped(state.description));
   }

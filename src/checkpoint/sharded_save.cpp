@@ -13,8 +13,10 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <set>
+#include <thread>
 #include <tuple>
 #include <unordered_map>
 
@@ -440,20 +442,41 @@ void Save::complete(const std::vector<std::string>& reports) {
   io::replace_folder(partial_, folder_);
 }
 
+// All at once: while one waits for the disk, another is written.
+void Save::write_files(Json& report) {
+  std::vector<Json> reports(mine_.size(), Json::array());
+  std::vector<std::exception_ptr> failures(mine_.size());
+  const auto work = [&](std::size_t i) {
+    try {
+      const at::NoGradGuard no_grad;
+      if (mine_[i].name.ends_with(".bin")) {
+        write_python(mine_[i], reports[i]);
+      } else {
+        write_tensors(mine_[i], reports[i]);
+      }
+    } catch (...) {
+      failures[i] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (std::size_t i = 1; i < mine_.size(); ++i) threads.emplace_back(work, i);
+  if (!mine_.empty()) work(0);
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+  for (Json& one : reports) {
+    for (Json& entry : one) report.push_back(std::move(entry));
+  }
+}
+
 void Save::write(const comm::Group& group) {
   const std::string path = folder_.string();
   const std::string what = text::concat("saving the checkpoint ", path);
   try {
     Json report = Json::array();
     together(group, what, path, [&] {
-      const at::NoGradGuard no_grad;
-      for (const OutFile& file : mine_) {
-        if (file.name.ends_with(".bin")) {
-          write_python(file, report);
-        } else {
-          write_tensors(file, report);
-        }
-      }
+      write_files(report);
       for (const auto& [name, contents] : texts_) write_text(name, contents, report);
     });
     const auto reports = group.all_gather_bytes(report.dump());

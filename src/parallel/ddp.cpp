@@ -36,8 +36,8 @@ struct GradientWatch {
   std::atomic<bool> unreduced{false};
 };
 
-// The Reducer lays its buckets out anew once it knows in which order gradients arrive. A resumed run
-// would find that out in its first step, and until then add in another order.
+// The Reducer lays its buckets out anew once it knows in which order gradients arrive. A resumed
+// run would find that out in its first step, and until then add in another order.
 class Buckets final : public c10d::Reducer {
  public:
   using Reducer::Reducer;

@@ -28,6 +28,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -572,7 +573,7 @@ TEST(Sharded, AfterAKillAtAnyInstantACompleteCheckpointLoads) {
   EXPECT_GT(there, 20);  // some saves came to an end
 }
 
-int dies_in = 0;
+std::atomic<int> dies_in{0};
 int die_at(io::faults::Operation, const fs::path&, std::size_t& bytes) {
   if (bytes > 4096) bytes /= 2;
   if (dies_in-- == 0) ::raise(SIGKILL);

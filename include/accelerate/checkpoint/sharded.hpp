@@ -102,6 +102,7 @@ class Save {
     std::size_t group = 0;
     std::vector<TensorPart> parts;
   };
+  void write_files(Json& report);
   void write_tensors(const OutFile& file, Json& report);
   void write_python(const OutFile& file, Json& report);
   void write_text(const std::string& name, const std::string& contents, Json& report);
