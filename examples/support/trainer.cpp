@@ -363,9 +363,9 @@ bool Checkpoints::after_step() {
   if (stop || (flags_.checkpoint_every > 0 && recorder_.steps() % flags_.checkpoint_every == 0))
     save();
   if (stop) {
-    accelerate::log::info(accelerate::text::concat("A signal came, so training stops after step ",
-                                                   recorder_.steps(),
-                                                   ", which was saved. Go on with --resume latest."));
+    accelerate::log::info(
+        accelerate::text::concat("A signal came, so training stops after step ", recorder_.steps(),
+                                 ", which was saved. Go on with --resume latest."));
   }
   return stop;
 }

@@ -110,8 +110,8 @@ class Checkpoints {
   /// Resumes, if the flags say so: everything was prepared.
   Checkpoints(accelerate::Accelerator& accelerator, const Flags& flags, Recorder& recorder);
 
-  /// Collective, after each step: saves when its turn has come. True when a signal asked the program
-  /// to stop: then the state was saved.
+  /// Collective, after each step: saves when its turn has come. True when a signal asked the
+  /// program to stop: then the state was saved.
   bool after_step();
   /// Collective, after the last step: saves it.
   void finish();

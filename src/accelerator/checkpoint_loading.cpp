@@ -103,13 +103,12 @@ void Checkpointing::load_of_python(const fs::path& folder, const LoadStateOption
   for (std::size_t i = 0; i < prepared.modules.size(); ++i)
     prepared.modules[i]->load_state_dict(states[i], {}, options.strict());
   for (auto& optimizer : optimizers) optimizer.apply();
-  log::warning(text::concat(
-      "Loaded ", states.size(), " models and ", optimizers.size(), " optimizers of ",
-      folder.string(),
-      ", which Python Accelerate saved. Schedulers, samplers, random states and custom objects in it "
-      "are Python's own and were left as they are here."));
+  log::warning(text::concat("Loaded ", states.size(), " models and ", optimizers.size(),
+                            " optimizers of ", folder.string(),
+                            ", which Python Accelerate saved. Schedulers, samplers, random states "
+                            "and custom objects in it "
+                            "are Python's own and were left as they are here."));
 }
-
 
 void Checkpointing::load_random(const checkpoints::Load& load) const {
   const int rank = savers_.world.rank();

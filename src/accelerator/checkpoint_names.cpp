@@ -74,8 +74,7 @@ std::vector<fs::path> superfluous(const fs::path& parent, const ProjectConfigura
   }
   std::stable_sort(by_metric.begin(), by_metric.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
-  by_metric.resize(
-      std::min(by_metric.size(), static_cast<std::size_t>(project.keep_best())));
+  by_metric.resize(std::min(by_metric.size(), static_cast<std::size_t>(project.keep_best())));
   std::erase_if(complete, [&](const fs::path& folder) {
     return std::any_of(by_metric.begin(), by_metric.end(),
                        [&](const auto& best) { return best.second == folder; });

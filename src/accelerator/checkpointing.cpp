@@ -24,7 +24,8 @@ namespace accelerate::detail {
 namespace fs = std::filesystem;
 using checkpoints::together;
 
-// ------------------------------------------------------------------------------------- what there is
+// ------------------------------------------------------------------------------------- what there
+// is
 
 struct Checkpointing::InFlight {
   std::unique_ptr<checkpoints::Save> save;
@@ -110,7 +111,8 @@ SaveProgress Checkpointing::progress() const {
   return {!in_flight_->done, in_flight_->save->written_bytes(), in_flight_->save->total_bytes()};
 }
 
-// ------------------------------------------------------------------------------------------- folders
+// -------------------------------------------------------------------------------------------
+// folders
 
 fs::path Checkpointing::checkpoints() const {
   if (project_.project_dir().empty()) {
@@ -126,7 +128,8 @@ fs::path Checkpointing::next_folder() {
   together(group_, "naming a checkpoint", project_.project_dir().string(), [&] {
     if (!project_.automatic_checkpoint_naming()) {
       throw ConfigError(
-          "save_state() was called without a folder, and automatic_checkpoint_naming is off. Name a "
+          "save_state() was called without a folder, and automatic_checkpoint_naming is off. Name "
+          "a "
           "folder, or switch it on in ProjectConfiguration.");
     }
     const fs::path parent = checkpoints();
@@ -154,7 +157,8 @@ fs::path Checkpointing::newest_folder() const {
   return checkpoints() / group_.broadcast_bytes(name);
 }
 
-// -------------------------------------------------------------------------------------------- saving
+// --------------------------------------------------------------------------------------------
+// saving
 
 namespace {
 
@@ -183,9 +187,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
   std::vector<Json> by_process;
   for (const std::string& text : group_.all_gather_bytes(loaders.dump()))
     by_process.push_back(Json::parse(text));
-  const auto random = Json{
-      {"seed", at::globalContext().defaultGenerator(at::kCPU).current_seed()},
-      {"states", RngState::capture().to_json()}};
+  const auto random = Json{{"seed", at::globalContext().defaultGenerator(at::kCPU).current_seed()},
+                           {"states", RngState::capture().to_json()}};
   std::map<int, Json> random_states{{savers_.world.rank(), random}};
   if (group_.size() != savers_.world.size()) {
     const auto all = savers_.world.all_gather_bytes(random.dump());

@@ -14,9 +14,8 @@ std::vector<std::string> Accelerator::save_model(PreparedModuleBase& model,
                                                  const std::string& max_shard_size,
                                                  bool safe_serialization) const {
   // What is whole anyway is written from where it is; what is gathered would fill the device.
-  const auto state = model.state_dict(parallel::StateDictOptions()
-                                          .rank0_only(true)
-                                          .offload_to_cpu(model.strategy().owns_leaves()));
+  const auto state = model.state_dict(
+      parallel::StateDictOptions().rank0_only(true).offload_to_cpu(model.strategy().owns_leaves()));
   std::vector<std::string> files;
   checkpoints::together(world(), "save_model()", folder.string(), [&] {
     if (!is_main_process()) return;

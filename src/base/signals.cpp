@@ -35,8 +35,8 @@ SignalWatch::SignalWatch(const std::vector<int>& signals) : state_(std::make_uni
     if (::sigaction(number, &action, &before) != 0) {
       const int error = errno;
       for (const auto& [earlier, old] : state_->before) ::sigaction(earlier, &old, nullptr);
-      throw ConfigError(text::concat("Signal ", number, " cannot be caught: ",
-                                     std::strerror(error), ". Use SIGTERM, SIGUSR1 or SIGINT."));
+      throw ConfigError(text::concat("Signal ", number, " cannot be caught: ", std::strerror(error),
+                                     ". Use SIGTERM, SIGUSR1 or SIGINT."));
     }
     state_->before.emplace_back(number, before);
   }

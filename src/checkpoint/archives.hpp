@@ -7,8 +7,8 @@
 namespace accelerate::checkpoints {
 
 // An optimizer gives out and takes its state through LibTorch's archives, whose contents can
-// otherwise be reached only by writing a zip file and reading it back. An explicit instantiation may
-// name private members; this is the one way in that copies nothing.
+// otherwise be reached only by writing a zip file and reading it back. An explicit instantiation
+// may name private members; this is the one way in that copies nothing.
 template <class Tag, auto Member>
 struct ArchiveAccess {
   friend auto archive_member(Tag) { return Member; }

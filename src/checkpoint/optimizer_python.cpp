@@ -115,10 +115,9 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                                                const PyValue& state_dict, const std::string& path)
     : impl_(new Impl{optimizer, {}, {}}) {
   const auto refuse = [&](const auto&... what) {
-    throw CheckpointError(
-        text::concat("The optimizer's state in ", path, " does not fit a ", type_of(optimizer), ": ",
-                     what...),
-        path);
+    throw CheckpointError(text::concat("The optimizer's state in ", path, " does not fit a ",
+                                       type_of(optimizer), ": ", what...),
+                          path);
   };
   // LibTorch's count of steps is a number, that of our fused optimizers a tensor, as Python's.
   const bool step_is_tensor = dynamic_cast<const SkipsOnDevice*>(&optimizer) != nullptr;
@@ -138,11 +137,9 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                slots[g].size(), ".");
       }
       auto& options = impl_->options.emplace_back();
-      const Json present = options_of(own.attr("param_groups")
-                                          .toModule()
-                                          .attr("param_groups/" + std::to_string(g))
-                                          .toModule(),
-                                      type_of(optimizer));
+      const Json present = options_of(
+          own.attr("param_groups").toModule().attr("param_groups/" + std::to_string(g)).toModule(),
+          type_of(optimizer));
       for (const auto& [key, value] : present.items()) {
         const PyValue* given = groups[g].as_dict().find(key);
         const c10::IValue here = from_json(value);
@@ -159,11 +156,12 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
           const std::string& name = key.as_string();
           if (value.is_none()) continue;
           if (name == "step") {
-            const double step = value.is<at::Tensor>() ? value.as_tensor().item<double>()
-                                                       : value.as_double();
+            const double step =
+                value.is<at::Tensor>() ? value.as_tensor().item<double>() : value.as_double();
             if (step_is_tensor) {
-              state->emplace(name, at::full({}, step, at::TensorOptions(slot.shard.leaf.device())
-                                                          .dtype(at::kFloat)));
+              state->emplace(
+                  name, at::full({}, step,
+                                 at::TensorOptions(slot.shard.leaf.device()).dtype(at::kFloat)));
             } else {
               state->emplace(name, static_cast<std::int64_t>(step));
             }
@@ -173,8 +171,9 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
           } else if (value.as_tensor().sizes() == at::IntArrayRef(slot.shard.global_shape)) {
             state->emplace(name, cut(value.as_tensor(), slot));
           } else if (slot.is_whole()) {
-            state->emplace(name, value.as_tensor().to(slot.shard.leaf.device(), /*non_blocking=*/false,
-                                                      /*copy=*/true));
+            state->emplace(name,
+                           value.as_tensor().to(slot.shard.leaf.device(), /*non_blocking=*/false,
+                                                /*copy=*/true));
           } else {
             refuse("the state '", name, "' of '", slot.name, "' has shape [",
                    text::join(value.as_tensor().sizes()), "], and the parameter has [",
@@ -184,8 +183,8 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
       }
     }
   } catch (const DataError&) {
-    std::throw_with_nested(CheckpointError(
-        text::concat(path, " does not hold an optimizer's state_dict."), path));
+    std::throw_with_nested(
+        CheckpointError(text::concat(path, " does not hold an optimizer's state_dict."), path));
   }
 }
 

@@ -15,13 +15,10 @@ namespace accelerate::checkpoints {
 
 using torch::optim::Optimizer;
 
-std::string type_of(const Optimizer& optimizer) {
-  return c10::demangle(typeid(optimizer).name());
-}
+std::string type_of(const Optimizer& optimizer) { return c10::demangle(typeid(optimizer).name()); }
 
-
-// The slots of an optimizer's groups, in their order. Parameters of no prepared module are called by
-// their place, and are whole.
+// The slots of an optimizer's groups, in their order. Parameters of no prepared module are called
+// by their place, and are whole.
 std::vector<std::vector<Slot>> slots_of(Optimizer& optimizer,
                                         const std::vector<NamedModule>& modules) {
   std::unordered_map<const void*, Slot> known;
@@ -54,7 +51,6 @@ bool Slot::is_whole() const {
   for (const std::int64_t size : shard.global_shape) elements *= size;
   return shard.elements == elements;
 }
-
 
 // What an archive holds beside tensors. Nothing for other types.
 std::optional<Json> to_json(const c10::IValue& value) {

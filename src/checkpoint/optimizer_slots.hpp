@@ -24,8 +24,8 @@ struct Slot {
 
 std::string type_of(const torch::optim::Optimizer& optimizer);
 
-// The slots of an optimizer's groups, in their order. Parameters of no prepared module are called by
-// their place, and are whole.
+// The slots of an optimizer's groups, in their order. Parameters of no prepared module are called
+// by their place, and are whole.
 std::vector<std::vector<Slot>> slots_of(torch::optim::Optimizer& optimizer,
                                         const std::vector<NamedModule>& modules);
 
@@ -39,12 +39,11 @@ torch::jit::Module saved_archive(const torch::optim::Optimizer& optimizer);
 Json options_of(const torch::jit::Module& group, const std::string& type);
 
 // How a tensor of the state lies beside its parameter.
-inline constexpr const char* kLike = "like";      // shaped like it and cut like it
-inline constexpr const char* kWhole = "whole";    // of its own shape, the same on every process
-inline constexpr const char* kPart = "part";      // of its own shape, of one part of the parameter
-inline constexpr const char* kList = "list";      // several of the second kind
-inline constexpr const char* kValue = "value";    // no tensor
-
+inline constexpr const char* kLike = "like";    // shaped like it and cut like it
+inline constexpr const char* kWhole = "whole";  // of its own shape, the same on every process
+inline constexpr const char* kPart = "part";    // of its own shape, of one part of the parameter
+inline constexpr const char* kList = "list";    // several of the second kind
+inline constexpr const char* kValue = "value";  // no tensor
 
 // As Python's Optimizer.state_dict() gives it.
 PyValue python_state(const Json& description, const std::vector<TensorPart>& parts);

@@ -4,7 +4,7 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
-#include <accelerate/optim/optimizer.hpp>
+#include <accelerate/optim/adafactor.hpp>
 
 #include "checkpoint/archives.hpp"
 #include "checkpoint/optimizer_slots.hpp"
@@ -12,8 +12,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/tensor.h>
-#include <nlohmann/json.hpp>
 #include <torch/optim/optimizer.h>
+#include <nlohmann/json.hpp>
 
 #include <set>
 
@@ -139,8 +139,8 @@ IncomingOptimizerState::IncomingOptimizerState(IncomingOptimizerState&&) noexcep
 namespace {
 
 at::TensorOptions place_of(const io::Manifest& manifest, const std::string& group,
-                             const std::string& name, const at::Tensor& leaf, bool on_cpu,
-                             const std::string& path) {
+                           const std::string& name, const at::Tensor& leaf, bool on_cpu,
+                           const std::string& path) {
   const io::SavedTensor* saved = manifest.find(group, name);
   if (saved == nullptr) {
     throw CheckpointError(
@@ -160,9 +160,8 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
     : impl_(new Impl{optimizer, {}, {}}) {
   const std::string path = load.folder().string();
   const auto refuse = [&](const auto&... what) {
-    throw CheckpointError(text::concat("The checkpoint ", path, " does not fit the ", name, ": ",
-                                       what...),
-                          path);
+    throw CheckpointError(
+        text::concat("The checkpoint ", path, " does not fit the ", name, ": ", what...), path);
   };
   try {
     const auto saved_type = description.at("type").get<std::string>();
@@ -187,8 +186,8 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                             std::back_inserter(missing));
         std::set_difference(saved_names.begin(), saved_names.end(), names.begin(), names.end(),
                             std::back_inserter(unexpected));
-        refuse("its parameter group ", g, " has other parameters. Missing: ",
-               missing.empty() ? "none" : text::join(missing),
+        refuse("its parameter group ", g,
+               " has other parameters. Missing: ", missing.empty() ? "none" : text::join(missing),
                ". Unexpected: ", unexpected.empty() ? "none" : text::join(unexpected), ".");
       }
       auto& options = impl_->options.emplace_back();
@@ -199,6 +198,14 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
         auto& state = incoming.emplace_back();
         if (!states.contains(slot.name) || (slot.shard.elements == 0 && !slot.is_whole())) continue;
         state.emplace();
+        if (dynamic_cast<const optim::Adafactor*>(&optimizer) != nullptr &&
+            states.at(slot.name).contains("variance") == (slot.shard.leaf.dim() > 1)) {
+          refuse(
+              "its state of '", slot.name,
+              "' was computed from parts of the parameter that are cut otherwise: Adafactor keeps "
+              "rows and columns of what a process has. Load it on as many processes, with the same "
+              "strategy, as saved it.");
+        }
         for (const auto& [key, entry] : states.at(slot.name).items()) {
           const auto kind = entry.at("kind").get<std::string>();
           const std::string full = slot.name + "/" + key;
@@ -212,8 +219,8 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
           if (kind == kValue) {
             state->emplace(key, from_json(entry.at("value")));
           } else if (kind == kLike) {
-            const auto tensor_options = place_of(load.manifest(), name, full, slot.shard.leaf,
-                                                   entry.contains("cpu"), path);
+            const auto tensor_options =
+                place_of(load.manifest(), name, full, slot.shard.leaf, entry.contains("cpu"), path);
             // Strides too: a step over tensors that lie alike adds in the same order.
             const at::Tensor& leaf = slot.shard.leaf;
             at::Tensor tensor = at::empty_strided(leaf.sizes(), leaf.strides(), tensor_options);
@@ -247,10 +254,9 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
       }
     }
   } catch (const Json::exception&) {
-    std::throw_with_nested(
-        CheckpointError(text::concat("The description of the ", name, " in the checkpoint ", path,
-                                     " is not one."),
-                        path));
+    std::throw_with_nested(CheckpointError(
+        text::concat("The description of the ", name, " in the checkpoint ", path, " is not one."),
+        path));
   }
 }
 
@@ -268,8 +274,7 @@ void IncomingOptimizerState::apply() {
   put(all, "pytorch_version", "1.5.0");
   torch::jit::Module states = module();
   torch::jit::Module groups = module();
-  put(groups, "param_groups/size",
-      at::tensor(static_cast<std::int64_t>(impl_->states.size())));
+  put(groups, "param_groups/size", at::tensor(static_cast<std::int64_t>(impl_->states.size())));
   for (std::size_t g = 0; g < impl_->states.size(); ++g) {
     const auto& parameters = optimizer.param_groups()[g].params();
     torch::jit::Module group = module();

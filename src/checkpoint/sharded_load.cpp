@@ -49,9 +49,9 @@ Load::Load(comm::Group group, const fs::path& folder) : group_(std::move(group))
                             folder_.string());
     }
     if (!fs::is_directory(folder_, code)) {
-      throw CheckpointError(text::concat("A checkpoint is a folder, and ", folder_.string(),
-                                         " is a file."),
-                            folder_.string());
+      throw CheckpointError(
+          text::concat("A checkpoint is a folder, and ", folder_.string(), " is a file."),
+          folder_.string());
     }
     if (!fs::exists(folder_ / io::Manifest::kFileName, code)) {
       throw CheckpointError(
@@ -73,9 +73,8 @@ void Load::want(std::string_view group, TensorPart part) {
   }
   if (saved->shape != part.shape) {
     throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has '", part.name,
-                                       "' with shape ", shape_text(saved->shape),
-                                       ", and shape ", shape_text(part.shape),
-                                       " was expected."),
+                                       "' with shape ", shape_text(saved->shape), ", and shape ",
+                                       shape_text(part.shape), " was expected."),
                           folder_.string());
   }
   if (part.count > 0) wanted_.push_back({saved, std::move(part)});
@@ -116,8 +115,8 @@ void Load::want_all(const TensorGroup& group, bool strict) {
     if (!known.contains(name)) unexpected.push_back(name);
   }
   if (shapes.empty() && (!strict || (missing.empty() && unexpected.empty()))) return;
-  std::string message = text::concat("The checkpoint ", folder_.string(),
-                                     " is not that of this ", group.name, ".");
+  std::string message =
+      text::concat("The checkpoint ", folder_.string(), " is not that of this ", group.name, ".");
   if (!missing.empty()) message += " Missing: " + text::join(missing) + ".";
   if (!unexpected.empty()) message += " Unexpected: " + text::join(unexpected) + ".";
   if (!shapes.empty()) message += " " + text::join(shapes, "; ") + ".";
@@ -170,9 +169,8 @@ bool Load::has_file(const std::string& name) const {
 
 std::string Load::text(const std::string& name) const {
   if (!has_file(name)) {
-    throw CheckpointError(
-        text::concat("The checkpoint ", folder_.string(), " has no ", name, "."),
-        folder_.string());
+    throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has no ", name, "."),
+                          folder_.string());
   }
   const std::string contents = io::read_file(folder_ / name);
   const auto file = std::find_if(manifest_.files.begin(), manifest_.files.end(),

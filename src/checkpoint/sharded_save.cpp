@@ -103,7 +103,11 @@ GroupPlan plan_group(const std::vector<Json>& by_rank, std::size_t index,
       replicas_differ = replicas_differ || candidate.of_first;
     }
   }
-  for (const auto& [key, candidate] : parts) bytes += candidate.bytes;
+  for (const auto& [key, candidate] : parts) {
+    bytes += candidate.bytes;
+    // Small parameters may each be whole, and one here and one there.
+    plan.whole = plan.whole && candidate.ranks.size() == by_rank.size();
+  }
   if (plan.whole) {
     plan.owner = replicas_differ ? 0 : static_cast<int>(index % by_rank.size());
     load[static_cast<std::size_t>(plan.owner)] += bytes;
@@ -129,10 +133,10 @@ void check_replaceable(const fs::path& folder) {
   const auto status = fs::status(folder, code);
   if (status.type() == fs::file_type::not_found) return;
   if (status.type() != fs::file_type::directory) {
-    throw CheckpointError(text::concat("The checkpoint was to be saved as the folder ",
-                                       folder.string(),
-                                       ", and that is a file. Name another folder."),
-                          folder.string());
+    throw CheckpointError(
+        text::concat("The checkpoint was to be saved as the folder ", folder.string(),
+                     ", and that is a file. Name another folder."),
+        folder.string());
   }
   std::set<std::string> own;
   if (fs::exists(folder / io::Manifest::kFileName)) {
@@ -159,8 +163,8 @@ TensorPart whole_part(std::string name, const at::Tensor& tensor) {
 }
 
 TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data) {
-  TensorPart part = {shard.name, shard.global_shape, {}, shard.offset, shard.elements,
-                     data.detach()};
+  TensorPart part = {shard.name,   shard.global_shape, {},
+                     shard.offset, shard.elements,     data.detach()};
   const auto order = memory_order(shard.global_shape, shard.global_strides);
   if (!part.is_whole()) {
     part.order = order;
@@ -182,8 +186,7 @@ TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
   TensorGroup group;
   group.name = std::move(name);
   for (const parallel::ParameterShard& shard : strategy.shards()) {
-    TensorPart part = part_of(shard, shard.leaf);
-    if (part.count > 0 || part.is_whole()) group.parts.push_back(std::move(part));
+    group.parts.push_back(part_of(shard, shard.leaf));
   }
   const ModuleRecord& module = strategy.module();
   for (const NamedTensor& buffer : module.buffers()) {
@@ -211,7 +214,11 @@ Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
   partial_ = folder_.parent_path() / ("." + folder_.filename().string() + ".partial");
 }
 
-void Save::add(TensorGroup tensors) { groups_.push_back(std::move(tensors)); }
+void Save::add(TensorGroup tensors) {
+  std::erase_if(tensors.parts,
+                [](const TensorPart& part) { return part.count == 0 && !part.is_whole(); });
+  groups_.push_back(std::move(tensors));
+}
 
 void Save::add_file(std::string name, std::string contents) {
   texts_.insert_or_assign(std::move(name), std::move(contents));
@@ -247,14 +254,12 @@ void Save::plan() {
       const GroupPlan plan = plan_group(parts, g, load);
       OutFile out;
       out.group = g;
-      const std::string suffix =
-          plan.whole ? std::string() : text::concat(".rank", group_.rank());
-      out.name = groups_[g].name + suffix +
-                 (plan.whole && groups_[g].python ? ".bin" : ".safetensors");
+      const std::string suffix = plan.whole ? std::string() : text::concat(".rank", group_.rank());
+      out.name =
+          groups_[g].name + suffix + (plan.whole && groups_[g].python ? ".bin" : ".safetensors");
       for (const TensorPart& part : groups_[g].parts) {
-        const int writer = plan.whole
-                               ? plan.owner
-                               : plan.writers.at({part.name, part.first, part.count});
+        const int writer =
+            plan.whole ? plan.owner : plan.writers.at({part.name, part.first, part.count});
         if (writer == group_.rank()) out.parts.push_back(part);
       }
       if (!out.parts.empty() || (plan.whole && plan.owner == group_.rank())) {
@@ -351,8 +356,7 @@ void Save::write_python(const OutFile& file, Json& report) {
   for (const TensorPart& part : parts) {
     const auto dtype = file_dtype(part.data.scalar_type());
     tensors.push_back({part.name, std::string(st::name(dtype)), part.shape, part.order, part.first,
-                       part.count,
-                       part.count > 0 ? positions.at(part.data.const_data_ptr()) : 0});
+                       part.count, part.count > 0 ? positions.at(part.data.const_data_ptr()) : 0});
     written_bytes_ += part.data.nbytes();
   }
   std::string hex;

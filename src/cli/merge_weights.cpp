@@ -34,8 +34,9 @@ std::vector<std::byte> in_rows(const std::vector<std::byte>& bytes, const io::Sa
   std::vector<std::int64_t> index(dims, 0);
   std::int64_t from = 0;
   for (std::size_t to = 0; to < rows.size(); to += size) {
-    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(from) * static_cast<std::ptrdiff_t>(size),
-                size, rows.begin() + static_cast<std::ptrdiff_t>(to));
+    std::copy_n(
+        bytes.begin() + static_cast<std::ptrdiff_t>(from) * static_cast<std::ptrdiff_t>(size), size,
+        rows.begin() + static_cast<std::ptrdiff_t>(to));
     for (std::size_t d = dims; d-- > 0;) {
       from += strides[d];
       if (++index[d] < tensor.shape[d]) break;
@@ -60,8 +61,8 @@ void write_shard(const fs::path& path, std::vector<st::TensorInfo> infos,
       writer.write(info, in_rows(buffer, tensor));
       continue;
     }
-    const auto step = static_cast<std::int64_t>(kAtOnce * 8 /
-                                                static_cast<std::uint64_t>(st::bits(tensor.dtype)));
+    const auto step =
+        static_cast<std::int64_t>(kAtOnce * 8 / static_cast<std::uint64_t>(st::bits(tensor.dtype)));
     for (std::int64_t first = 0; first < elements; first += step) {
       const std::int64_t count = std::min(step, elements - first);
       buffer.resize(tensor.bytes(count));
@@ -78,8 +79,9 @@ void merge(const fs::path& in, const fs::path& out, const std::string& max_shard
   manifest.check_files(in);
   std::error_code code;
   if (fs::exists(out, code) && fs::equivalent(in, out, code)) {
-    throw ConfigError("The merged files were to go into the checkpoint itself, which would then no "
-                      "longer be what its manifest says. Name another folder.");
+    throw ConfigError(
+        "The merged files were to go into the checkpoint itself, which would then no "
+        "longer be what its manifest says. Name another folder.");
   }
   bool any = false;
   for (const auto& [group, tensors] : manifest.groups) {

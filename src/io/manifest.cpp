@@ -77,9 +77,9 @@ std::string Manifest::text() const {
 
 Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
   const auto refuse = [&](const std::string& what) {
-    throw CheckpointError(text::concat(path.string(), " ", what,
-                                       " Nothing was loaded; use another checkpoint."),
-                          path.string());
+    throw CheckpointError(
+        text::concat(path.string(), " ", what, " Nothing was loaded; use another checkpoint."),
+        path.string());
   };
   const auto line = contents.find('\n');
   if (line == std::string_view::npos ||
@@ -177,8 +177,8 @@ void Manifest::check(const fs::path& path) {
         }
         next += piece.count;
         const auto bits = static_cast<std::uint64_t>(safetensors::bits(tensor.dtype));
-        if (static_cast<std::uint64_t>(piece.count) * bits % 8 != 0 ||
-            piece.file >= files.size() || piece.position > files[piece.file].bytes ||
+        if (static_cast<std::uint64_t>(piece.count) * bits % 8 != 0 || piece.file >= files.size() ||
+            piece.position > files[piece.file].bytes ||
             tensor.bytes(piece.count) > files[piece.file].bytes - piece.position) {
           refuse("a piece of '", name, "' in ", group, " lies outside of its file.");
         }
@@ -203,10 +203,10 @@ void Manifest::check_files(const fs::path& folder) const {
     std::error_code code;
     const auto size = fs::file_size(path, code);
     if (code) {
-      throw CheckpointError(text::concat("The checkpoint ", folder.string(), " lacks its file ",
-                                         file.name,
-                                         ". Nothing was loaded; use another checkpoint."),
-                            path.string());
+      throw CheckpointError(
+          text::concat("The checkpoint ", folder.string(), " lacks its file ", file.name,
+                       ". Nothing was loaded; use another checkpoint."),
+          path.string());
     }
     if (size != file.bytes) {
       throw CheckpointError(text::concat(path.string(), " has ", size, " bytes, and ", file.bytes,

@@ -1,5 +1,5 @@
-// save_state and load_state of the Accelerator: numbering, limits, asynchronous saves, hooks, custom
-// objects, where loaders stand, and Python's folders.
+// save_state and load_state of the Accelerator: numbering, limits, asynchronous saves, hooks,
+// custom objects, where loaders stand, and Python's folders.
 
 #include <support/distributed.hpp>
 #include <support/python.hpp>
@@ -9,11 +9,12 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <nlohmann/json.hpp>
+#include <torch/data/dataloader_options.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
+#include <nlohmann/json.hpp>
 
 #include <csignal>
 #include <filesystem>
@@ -66,7 +67,8 @@ class Folder {
   Folder() {
     std::string name;
     if (world().rank() == 0)
-      name = io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
+      name =
+          io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
     path_ = world().broadcast_bytes(name);
   }
   ~Folder() {
@@ -183,7 +185,7 @@ TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
       accelerator.save_state({}, SaveStateOptions().metric(first_metric - i));
   };
   EXPECT_THROW(run(0, 0, true), CheckpointError);  // nothing to go on from
-  run(4, 10, false);  // metrics 10, 9, 8, 7
+  run(4, 10, false);                               // metrics 10, 9, 8, 7
   EXPECT_EQ(names(parent),
             (std::set<std::string>{"checkpoint_1", "checkpoint_2", "checkpoint_3", "latest"}));
   run(3, 20, true);  // worse: 20, 19, 18
@@ -278,8 +280,7 @@ TEST_F(Checkpoints, PythonReadsOursAndWeReadPythons) {
   };
   Accelerator accelerator(options());
   Net net;
-  torch::optim::AdamW adam(net->parameters(),
-                           torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
   auto [model, optimizer] = accelerator.prepare(net, adam);
   train(accelerator, model, optimizer, 0, 2);
   accelerator.save_state(folder.path_ / "ours");

@@ -20,13 +20,13 @@ STEPS = 24
 EVERY = 9  # in the middle of an epoch
 
 
-def command(world, folder, *flags, trainer="image_classifier", batch=None, summary=None):
+def command(world, folder, *flags, trainer="image_classifier", batch=None, summary=None, steps=STEPS, dropout=0.1):
     sizes = ["--batch-size", batch or 32 // world, "--gradient-accumulation-steps", 1]
     where = ["--data", support.digits(folder, 12 * 32 + 6)]
     if trainer == "language_model":
         where = ["--data", support.text(folder, 20 * 32 + 5), "--layers", 1, "--width", 32, "--epochs", 3]
     out = ["--summary", summary] if summary else []
-    all_flags = ["--max-steps", STEPS, "--dropout", 0.1, *sizes, *where, *out, *flags]
+    all_flags = ["--max-steps", steps, "--dropout", dropout, *sizes, *where, *out, *flags]
     return support.on_ranks(support.trainer(trainer, *all_flags), world, "gloo" if world > 1 else "none")
 
 
@@ -55,13 +55,15 @@ def same_world(folder, world, strategy, trainer="image_classifier"):
 
 def other_worlds(folder, pairs):
     """At an equal global batch, the same samples and the same losses up to rounding."""
-    plain = ["--dropout", 0, "--dtype", "float64"]
-    whole = run(1, folder, *plain)
+    plain = ["--dtype", "float64"]
+    whole = run(1, folder, *plain, dropout=0)
     for (saver, saved_with), (loader, loaded_with) in pairs:
         kept = f"{folder}/{saved_with}{saver}"
         if not os.path.isdir(kept):
-            run(saver, folder, *plain, "--strategy", saved_with, "--checkpoint-dir", kept, "--checkpoint-every", EVERY)
-        resumed = run(loader, folder, *plain, "--strategy", loaded_with, "--resume", f"{kept}/checkpoints/checkpoint_0")
+            run(saver, folder, *plain, "--strategy", saved_with, "--checkpoint-dir", kept, "--checkpoint-every", EVERY,
+                dropout=0)
+        resumed = run(loader, folder, *plain, "--strategy", loaded_with, "--resume", f"{kept}/checkpoints/checkpoint_0",
+                      dropout=0)
         assert resumed["first_step"] == EVERY + 1
         reference = whole["losses"][EVERY:]
         assert len(resumed["losses"]) == len(reference)
@@ -74,8 +76,8 @@ def stopped_by_a_signal(folder):
     """SIGTERM and SIGUSR1: the state is saved, the exit code is 75, and the next run goes on."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         kept = f"{folder}/signal{int(number)}"
-        flags = ["--checkpoint-dir", kept, "--epochs", 100000, "--max-steps", 100000000]
-        process = subprocess.Popen(command(1, folder, *flags), cwd=support.ROOT, env=support.environment(),
+        flags = ["--checkpoint-dir", kept, "--epochs", 100000]
+        process = subprocess.Popen(command(1, folder, *flags, steps=100000000), cwd=support.ROOT, env=support.environment(),
                                    stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         time.sleep(4)
         process.send_signal(number)

@@ -185,17 +185,18 @@ class Accelerator {
   }
 
   /// Collective. Saves everything a resumed run needs to go on exactly: modules, optimizers,
-  /// schedulers, the gradient scaler, where the loaders stand, the random number generators of every
-  /// process, and registered objects. The folder (by default the next of automatic naming) gets its
-  /// name when all of it is written and on the disk; a checkpoint that was there is replaced then,
-  /// and stays when something fails. Returns the folder. Call it after `optimizer.step()`. Throws
-  /// CheckpointError on every process when one could not save. See docs/checkpoints.md.
+  /// schedulers, the gradient scaler, where the loaders stand, the random number generators of
+  /// every process, and registered objects. The folder (by default the next of automatic naming)
+  /// gets its name when all of it is written and on the disk; a checkpoint that was there is
+  /// replaced then, and stays when something fails. Returns the folder. Call it after
+  /// `optimizer.step()`. Throws CheckpointError on every process when one could not save. See
+  /// docs/checkpoints.md.
   std::filesystem::path save_state(const std::filesystem::path& folder = {},
                                    const SaveStateOptions& options = {}) {
     return checkpointing_->save(folder, options, prepared());
   }
-  /// Collective. Loads what `save_state` saved, on any number of processes and with any strategy, by
-  /// default the newest of automatic naming; and the model and optimizer of a folder that Python
+  /// Collective. Loads what `save_state` saved, on any number of processes and with any strategy,
+  /// by default the newest of automatic naming; and the model and optimizer of a folder that Python
   /// Accelerate saved. Call it after `prepare`. Throws CheckpointError on every process, before
   /// anything was changed, when the checkpoint is incomplete or damaged or that of another program.
   /// Returns the folder.
@@ -203,13 +204,13 @@ class Accelerator {
                                    const LoadStateOptions& options = {}) {
     return checkpointing_->load(folder, options, prepared());
   }
-  /// Waits for an asynchronous `save_state`, and throws if it failed; so do the next `save_state` and
-  /// `load_state`.
+  /// Waits for an asynchronous `save_state`, and throws if it failed; so do the next `save_state`
+  /// and `load_state`.
   void wait_for_checkpoint() { checkpointing_->wait(); }
   /// How far an asynchronous `save_state` has come.
   SaveProgress save_progress() const { return checkpointing_->progress(); }
-  /// Objects whose state is to be saved and loaded too. Lvalues are referenced and must outlive this
-  /// Accelerator; shared_ptrs are held. In the same order in the program that loads.
+  /// Objects whose state is to be saved and loaded too. Lvalues are referenced and must outlive
+  /// this Accelerator; shared_ptrs are held. In the same order in the program that loads.
   template <class... T>
   void register_for_checkpointing(T&&... objects);
   /// Called on every process before `save_state` writes, with the folder in which files can be put.
@@ -409,9 +410,10 @@ auto Accelerator::prepare_for_evaluation(M&& module) {
 
 template <class... T>
 void Accelerator::register_for_checkpointing(T&&... objects) {
-  static_assert((Checkpointable<detail::held_t<T>> && ...),
-                "register_for_checkpointing() takes objects with state_dict() and load_state_dict(), "
-                "of JSON or of named tensors.");
+  static_assert(
+      (Checkpointable<detail::held_t<T>> && ...),
+      "register_for_checkpointing() takes objects with state_dict() and load_state_dict(), "
+      "of JSON or of named tensors.");
   (checkpointing_->add_object(detail::stateful(detail::hold(std::forward<T>(objects)))), ...);
 }
 

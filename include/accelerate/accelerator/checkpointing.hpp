@@ -96,7 +96,9 @@ Stateful stateful(std::shared_ptr<T> object) {
                   object->load_state_dict(tensors);
                 }) {
     state.save_tensors = [object] { return object->state_dict(); };
-    state.load_tensors = [object](const std::vector<NamedTensor>& s) { object->load_state_dict(s); };
+    state.load_tensors = [object](const std::vector<NamedTensor>& s) {
+      object->load_state_dict(s);
+    };
   } else {
     state.save = [object] { return Json(object->state_dict()); };
     state.load = [object](const Json& s) { object->load_state_dict(s); };
@@ -109,7 +111,8 @@ template <class S>
 Stateful stateful_scheduler(const PreparedScheduler<S>& scheduler) {
   Stateful state;
   state.identity = &scheduler.scheduler();
-  if constexpr (std::derived_from<S, torch::optim::LRScheduler> || requires(S& s, const Json& json) {
+  if constexpr (std::derived_from<S, torch::optim::LRScheduler> ||
+                requires(S & s, const Json& json) {
                   { s.state_dict() } -> std::convertible_to<Json>;
                   s.load_state_dict(json);
                 }) {

@@ -32,8 +32,8 @@ struct OptimizerState {
 };
 
 /// Collective over `group`. The tensors share memory with the optimizer. Throws UnsupportedError on
-/// every process when a state is neither like its parameter, nor a number, nor of a parameter that is
-/// whole; and when the optimizer cannot be saved at all.
+/// every process when a state is neither like its parameter, nor a number, nor of a parameter that
+/// is whole; and when the optimizer cannot be saved at all.
 OptimizerState optimizer_state(torch::optim::Optimizer& optimizer,
                                const std::vector<NamedModule>& modules, const comm::Group& group,
                                std::string name);

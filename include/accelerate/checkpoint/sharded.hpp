@@ -60,11 +60,12 @@ TensorPart whole_part(std::string name, const at::Tensor& tensor);
 /// What `shard` is of its parameter, with `data` (the leaf, or a state of the optimizer that is
 /// shaped like it) for its elements. Shares memory with `data`.
 TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data);
-/// What this process has of a module: its parts of the parameters, and the buffers.
+/// What this process has of a module: its parts of the parameters (some may have no elements), and
+/// the buffers.
 TensorGroup module_group(const parallel::Strategy& strategy, std::string name);
 
-/// One checkpoint being saved. Construct it, `add` what it has, `plan`, perhaps `take_snapshot`, then
-/// `write`.
+/// One checkpoint being saved. Construct it, `add` what it has, `plan`, perhaps `take_snapshot`,
+/// then `write`.
 class Save {
  public:
   /// A folder of the name `folder` is replaced when the checkpoint is complete, and not before;

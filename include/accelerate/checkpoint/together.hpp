@@ -14,8 +14,7 @@ namespace accelerate::checkpoints {
 /// CheckpointError that says what failed and where. `work` must not communicate, so that a process
 /// that fails leaves nobody waiting.
 template <class Work>
-void together(const comm::Group& group, std::string_view what, std::string_view path,
-              Work&& work) {
+void together(const comm::Group& group, std::string_view what, std::string_view path, Work&& work) {
   std::exception_ptr failure;
   std::string message;
   try {
@@ -33,9 +32,9 @@ void together(const comm::Group& group, std::string_view what, std::string_view 
   if (failure) std::rethrow_exception(failure);
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     if (outcomes[rank].empty()) continue;
-    throw CheckpointError(text::concat("Process ", rank, " failed in ", what,
-                                       ", so all stopped: ", outcomes[rank]),
-                          std::string(path));
+    throw CheckpointError(
+        text::concat("Process ", rank, " failed in ", what, ", so all stopped: ", outcomes[rank]),
+        std::string(path));
   }
 }
 

@@ -66,9 +66,9 @@ void sync_folder(const std::filesystem::path& folder);
 void rename_durably(const std::filesystem::path& from, const std::filesystem::path& to);
 
 /// Puts the folder `from` in the place of `to`, which may be there with contents or not: at every
-/// instant one of the two has that name, where the file system can exchange two names (Linux's local
-/// ones can). Elsewhere the old one is called `to`.previous for an instant. The old one is removed
-/// then.
+/// instant one of the two has that name, where the file system can exchange two names (Linux's
+/// local ones can). Elsewhere the old one is called `to`.previous for an instant. The old one is
+/// removed then.
 void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 
 /// `folder`, or `folder`.previous where only that is there: a process died while it was replacing

@@ -45,8 +45,8 @@ struct SavedTensor {
   std::int64_t elements() const noexcept;
   /// Of so many elements. They are a whole number of bytes in a manifest that was checked.
   std::uint64_t bytes(std::int64_t count) const noexcept {
-    return static_cast<std::uint64_t>(count) * static_cast<std::uint64_t>(safetensors::bits(dtype)) /
-           8;
+    return static_cast<std::uint64_t>(count) *
+           static_cast<std::uint64_t>(safetensors::bits(dtype)) / 8;
   }
 };
 
