@@ -1,5 +1,5 @@
 // Loading a checkpoint against reading its file, and a forward with all weights on disk against its
-// computation and the copying alone. Ratios of one run.
+// computation and the copying alone. One line of JSON each.
 //
 //   big_model [GIGABYTES] [FOLDER]     default: 2, the temporary folder
 
@@ -14,11 +14,11 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 #include <unistd.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <iomanip>
 #include <iostream>
 #include <thread>
 
@@ -63,21 +63,27 @@ void forget(const std::filesystem::path& path) {
   close(file);
 }
 
+void print(const nlohmann::ordered_json& line) { std::cout << line.dump() << std::endl; }
+
 nn::Sequential make(std::int64_t width, int layers) {
   nn::Sequential net;
   for (int i = 0; i < layers; ++i) net->push_back(nn::Linear(width, width));
   return net;
 }
 
-void load(const std::filesystem::path& path, int layers, bool map) {
+enum class Into { mapped_file, new_memory, old_memory };
+
+void load(const std::filesystem::path& path, int layers, Into into) {
   const unsigned threads = std::min(4u, std::max(1u, std::thread::hardware_concurrency()));
-  const auto quiet = accelerate::LoadOptions().progress(false).memory_map(map);
+  const auto quiet =
+      accelerate::LoadOptions().progress(false).memory_map(into == Into::mapped_file);
   std::vector<char> buffer(std::size_t{64} << 20);
   std::fill(buffer.begin(), buffer.end(), 1);
   const double gigabytes = static_cast<double>(std::filesystem::file_size(path)) / 1e9;
-  std::cout << "Loading " << gigabytes << " GB, by " << threads << " threads, "
-            << (map ? "into the mapped file\n" : "into new memory\n");
+  nn::Sequential net = make(4096, into == Into::old_memory ? layers : 1);
   for (const bool cold : {false, true}) {
+    // Pages that are mapped cannot be forgotten.
+    if (into != Into::old_memory) net = make(4096, 1);
     const auto before = [&] {
       if (cold) forget(path);
     };
@@ -85,19 +91,24 @@ void load(const std::filesystem::path& path, int layers, bool map) {
         3, [&] { read_file(path, buffer, 1); }, before);
     const double reading = best(
         3, [&] { read_file(path, buffer, threads); }, before);
-    nn::Sequential net{nullptr};
     const double loading = best(
         3,
         [&] {
           accelerate::load_checkpoint_in_model(net, path, {{"", accelerate::Place::cpu()}}, quiet);
         },
         [&] {
-          net = accelerate::init_empty_weights([&] { return make(4096, layers); });
+          if (into != Into::old_memory)
+            net = accelerate::init_empty_weights([&] { return make(4096, layers); });
           before();
         });
-    std::cout << (cold ? "  cold" : "  warm") << ": reading " << gigabytes / reading
-              << " GB/s (one thread " << gigabytes / one << "), loading " << gigabytes / loading
-              << " GB/s: " << 100 * reading / loading << " % of reading\n";
+    print({{"benchmark", "load"},
+           {"into", into == Into::mapped_file  ? "the mapped file"
+                    : into == Into::new_memory ? "new memory"
+                                               : "memory that is there"},
+           {"cache", cold ? "cold" : "warm"},
+           {"reading_gb_per_s", gigabytes / std::min(one, reading)},
+           {"loading_gb_per_s", gigabytes / loading},
+           {"ratio", std::min(one, reading) / loading}});
   }
 }
 
@@ -115,17 +126,18 @@ void forward(const std::filesystem::path& path, int layers) {
   // A core is left to the thread that copies: on cores that all compute nothing can be hidden.
   const int computing = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
   at::set_num_threads(computing);
-  std::cout << "A forward with all weights on disk (warm), prefetch 1, " << computing
-            << " threads that compute\n";
   for (const std::int64_t rows : {1, 16, 64, 128, 512}) {
     const at::Tensor input = torch::randn({rows, 4096});
     whole->forward(input);
     model(input);
     const double compute = best(3, [&] { whole->forward(input); });
     const double offloaded = best(3, [&] { model(input); });
-    std::cout << "  " << std::setw(4) << rows << " rows: compute " << compute << " s, copying "
-              << copying << " s, offloaded " << offloaded
-              << " s: " << offloaded / std::max(compute, copying) << " times the larger\n";
+    print({{"benchmark", "forward"},
+           {"rows", rows},
+           {"compute_s", compute},
+           {"copying_s", copying},
+           {"offloaded_s", offloaded},
+           {"over_larger_part", offloaded / std::max(compute, copying)}});
   }
 }
 
@@ -141,8 +153,7 @@ int main(int argc, char** argv) {
     nn::Sequential net = make(4096, layers);
     accelerate::checkpoints::save_file(accelerate::big_model::record_of(net).parameters(), path);
   }
-  std::cout << std::setprecision(3);
-  load(path, layers, true);
-  load(path, layers, false);
+  for (const Into into : {Into::mapped_file, Into::new_memory, Into::old_memory})
+    load(path, layers, into);
   forward(path, layers);
 }

@@ -4,8 +4,8 @@
     plot_residency.py TRACE.json PICTURE.png|svg
     sentence_encoder --model FOLDER --text "..." --device-map disk --trace TRACE.json
 
-One line for each module: light while its weights are on their way, dark while they are in memory. Below, the bytes of
-all that are in memory or on their way. Needs matplotlib.
+One line for each module: light while its weights are fetched or wait to be used, dark while they are in use. Below, the
+bytes of all of these. Needs matplotlib.
 """
 
 import argparse
@@ -51,8 +51,9 @@ def main():
         modules.barh(row[module], gone - here, left=here, color="#08519c", height=0.8)
     labels = [f"{trace['modules'][module]['name']} ({trace['modules'][module]['bytes'] / 1e6:.2f} MB)" for module in order]
     modules.set_yticks(range(len(order)), labels, fontsize=6)
+    modules.margins(y=0.01)
     modules.invert_yaxis()
-    modules.set_title(f"Weights on {trace['main_device']}: on their way (light), in memory (dark)", fontsize=9)
+    modules.set_title(f"Weights on {trace['main_device']}: fetched ahead (light), in use (dark)", fontsize=9)
     changes = sorted([(begin, trace["modules"][m]["bytes"]) for m, begin, _, _ in spans] +
                      [(gone, -trace["modules"][m]["bytes"]) for m, _, _, gone in spans])
     times, held = [0.0], [0.0]
@@ -64,7 +65,7 @@ def main():
     total.set_ylabel("MB (dashed: all)", fontsize=7)
     total.set_xlabel("milliseconds", fontsize=8)
     total.set_ylim(bottom=0)
-    figure.savefig(options.picture, dpi=130)
+    figure.savefig(options.picture, dpi=100)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
+#include <torch/script.h>
 
 #include <fstream>
 #include <set>
@@ -364,7 +365,8 @@ TEST_F(BigModel, MapsAndStoresThatDoNotFitAreRefusedBeforeAnythingMoves) {
   });
   expect_refusal<CheckpointError>("nowhere", [&] { load_checkpoint_in_model(net, "nowhere"); });
   const auto sharded = folder.path() / "sharded";
-  const auto names = checkpoints::save_sharded(state_of(big_model::record_of(net)), sharded, "40KB");
+  const auto names =
+      checkpoints::save_sharded(state_of(big_model::record_of(net)), sharded, "40KB");
   fs::remove(sharded / names.back());
   expect_refusal<CheckpointError>(names.back(), [&] { load_checkpoint_in_model(net, sharded); });
   torch::NoGradGuard no_grad;
@@ -395,6 +397,29 @@ TEST_F(BigModel, TooLittleMemoryOrDiskIsSaidBeforeLoading) {
   EXPECT_TRUE(huge->parameters()[0].is_meta());
   auto model = load_checkpoint_and_dispatch(huge, path, DeviceMap{{"", Place::disk()}});
   expect_refusal<OutOfMemoryError>("8.00 TiB", [&] { model.remove_offload(); });
+}
+
+TEST_F(BigModel, TorchScriptModulesAreCalledAsTheyAre) {
+  const std::string modules = std::getenv("ACCELERATE_TEST_MODULES");
+  torch::NoGradGuard no_grad;
+  // Loaded empty; and, since a trace keeps constants, which would be empty too, from the CPU.
+  for (const auto& [name, sizes, device] :
+       {std::tuple{"script_branching", std::vector<std::int64_t>{2, 12}, torch::kMeta},
+        std::tuple{"script_traced", std::vector<std::int64_t>{2, 7, 16}, torch::kCPU}}) {
+    const std::string path = modules + "/" + name + ".pt";
+    torch::jit::Module plain = torch::jit::load(path);
+    plain.eval();
+    const auto weights = folder.path() / (std::string(name) + ".safetensors");
+    checkpoints::save_file(state_of(ModuleRecord(plain)), weights);
+    const std::vector<c10::IValue> inputs{torch::randn(sizes, torch::kDouble)};
+    const at::Tensor output = plain.forward(inputs).toTensor();
+    torch::jit::Module module = torch::jit::load(path, device);
+    module.eval();
+    auto model = load_checkpoint_and_dispatch(module, weights, DeviceMap{{"", Place::disk()}});
+    for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(model(inputs).toTensor(), output)) << name;
+    EXPECT_GT(model.offload().statistics().prefetched, 0);
+    EXPECT_THROW(module.to(at::kFloat), std::exception);
+  }
 }
 
 TEST_F(BigModel, MapsByName) {

@@ -48,8 +48,8 @@ auto init_on_device(at::Device device, Make&& make, bool include_buffers = true)
 
 /// Calls `make`, which constructs and returns a module, with parameters that have shapes and no
 /// memory (the meta device), to be loaded by `load_checkpoint_and_dispatch`. Buffers are real,
-/// unless they are included. A TorchScript module is loaded so by torch::jit::load(path,
-/// torch::kMeta).
+/// unless they are included. A TorchScript module without constants in its graph is loaded so by
+/// torch::jit::load(path, torch::kMeta).
 template <class Make>
 auto init_empty_weights(Make&& make, bool include_buffers = false) {
   return init_on_device(at::Device(at::kMeta), std::forward<Make>(make), include_buffers);
