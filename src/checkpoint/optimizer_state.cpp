@@ -176,6 +176,16 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
              ".");
     }
     const Json& states = description.at("state");
+    // What the optimizer has already is filled again, so that there is never a second copy.
+    const torch::jit::Module present = saved_archive(optimizer).attr("state").toModule();
+    const auto present_state = [&](std::size_t g, std::size_t p, const std::string& key) {
+      const std::string parameter = std::to_string(reinterpret_cast<std::size_t>(
+          optimizer.param_groups()[g].params()[p].unsafeGetTensorImpl()));
+      if (!present.hasattr(parameter)) return at::Tensor();
+      const torch::jit::Module state = present.attr(parameter).toModule();
+      return state.hasattr(key) && state.attr(key).isTensor() ? state.attr(key).toTensor()
+                                                              : at::Tensor();
+    };
     for (std::size_t g = 0; g < slots.size(); ++g) {
       std::set<std::string> saved_names, names;
       for (const Json& saved : groups[g].at("params")) saved_names.insert(saved.get<std::string>());
@@ -223,7 +233,13 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                 place_of(load.manifest(), name, full, slot.shard.leaf, entry.contains("cpu"), path);
             // Strides too: a step over tensors that lie alike adds in the same order.
             const at::Tensor& leaf = slot.shard.leaf;
-            at::Tensor tensor = at::empty_strided(leaf.sizes(), leaf.strides(), tensor_options);
+            at::Tensor tensor = present_state(g, incoming.size() - 1, key);
+            if (!tensor.defined() || tensor.sizes() != leaf.sizes() ||
+                tensor.strides() != leaf.strides() ||
+                tensor.scalar_type() != tensor_options.dtype().toScalarType() ||
+                tensor.device() != tensor_options.device()) {
+              tensor = at::empty_strided(leaf.sizes(), leaf.strides(), tensor_options);
+            }
             TensorPart part = part_of(slot.shard, tensor);
             part.name = full;
             load.want(name, std::move(part));

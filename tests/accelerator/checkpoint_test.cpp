@@ -72,6 +72,11 @@ class Folder {
     path_ = world().broadcast_bytes(name);
   }
   ~Folder() {
+    try {
+      world().barrier();  // the others may still read
+    } catch (const Error& error) {
+      ADD_FAILURE() << error.what();
+    }
     std::error_code ignored;
     if (world().rank() == 0) fs::remove_all(path_, ignored);
   }
