@@ -73,7 +73,8 @@ State::State(const StateOptions& options, const Environment& environment)
       device_(choose_device(options, topology_.local_rank)) {
   log::set_process(topology_.rank, topology_.world_size, topology_.local_rank);
   if (!device_.is_cpu()) at::accelerator::setDeviceIndex(device_.index());
-  if (topology_.world_size > 1) {
+  // One process has a world too, if only to learn that the backend it asks for cannot be.
+  if (topology_.world_size > 1 || options.backend() != comm::Backend::automatic) {
     auto world =
         comm::WorldOptions().backend(options.backend()).debug(options.debug()).device(device_);
     if (options.timeout()) world.timeout(*options.timeout());

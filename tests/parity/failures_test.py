@@ -21,8 +21,9 @@ MESSAGE = re.compile(r"^\d\d:\d\d:\d\d (?:error|warning) (?:\[rank \d+\] )?(.*)$
 
 
 def sentences(stderr):
-    """The messages on stderr without time and rank, each once. Whatever else is there is kept as it is, but for LibTorch's own log."""
-    lines = (MESSAGE.sub(r"\1", line) for line in stderr.splitlines() if line.strip() and not LIBTORCH.match(line))
+    """The messages on stderr without time and rank, each once. Whatever else is there is kept as it is, but for LibTorch's own log and
+    what is said for information, as which strategy was chosen."""
+    lines = (MESSAGE.sub(r"\1", line) for line in stderr.splitlines() if line.strip() and not LIBTORCH.match(line) and " info " not in line)
     return list(dict.fromkeys(lines))
 
 

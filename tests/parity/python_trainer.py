@@ -9,6 +9,7 @@ Modules are made in the order in which the C++ constructors make them, so that e
 import argparse
 import json
 import math
+import os
 import pathlib
 import struct
 import sys
@@ -210,7 +211,9 @@ def main(jobs, results):
     done = [train(job["trainer"], job["flags"]) for job in json.loads(pathlib.Path(jobs).read_text())]
     if Accelerator(cpu=True).is_main_process:
         pathlib.Path(results).write_text(json.dumps(done))
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    # Everything is written. In Python's own way out, LibTorch's threads now and then abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

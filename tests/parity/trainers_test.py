@@ -94,8 +94,10 @@ class Case:
         precision = ["--mixed-precision", "bf16"] if self.precision == "bf16" else ["--dtype", self.precision]
         batch = GLOBAL_BATCH[self.trainer] // (self.world * self.accumulation)
         flags = [*MODEL[self.trainer], *precision, *RECIPES[self.trainer][self.recipe], "--batch-size", batch,
-                 "--gradient-accumulation-steps", self.accumulation, "--max-steps", STEPS, "--strategy", self.strategy,
+                 "--gradient-accumulation-steps", self.accumulation, "--max-steps", STEPS,
                  "--epochs", EPOCHS[self.trainer], "--data", data, *self.extra]
+        if self.strategy != "auto":  # which Python's trainer, that has no such flag, is asked for
+            flags += ["--strategy", self.strategy]
         pairs = dict(zip(flags[::2], flags[1::2], strict=True))  # of a flag given twice, the last counts
         return [text for pair in pairs.items() for text in map(str, pair)]
 
@@ -182,6 +184,11 @@ class Trainers:
         command = support.on_ranks(support.trainer(case.trainer, *flags), case.world, backend)
         start = time.monotonic()
         done = support.run(command)
+        if done.returncode != 0 and summary.exists() and "exited without calling \"finalize\"" in done.stderr:
+            # Once in some hundred runs mpiexec says so of a program that has done everything. Seen again, it fails.
+            print(f"REPEATED: mpiexec missed the end of a rank: {case}", flush=True)
+            summary.unlink()
+            done = support.run(command)
         if done.returncode != 0:
             raise AssertionError(f"{' '.join(command)} ended with {done.returncode} and wrote:\n{done.stdout}\n{done.stderr}")
         return json.loads(summary.read_text()), time.monotonic() - start
