@@ -10,10 +10,10 @@
 #include <accelerate/tracking/tensor_bytes.hpp>
 
 #include <ATen/Parallel.h>
-#include <nlohmann/json.hpp>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
+#include <nlohmann/json.hpp>
 
 #include <iostream>
 
@@ -58,11 +58,9 @@ int main(int argc, char** argv) try {
   at::set_num_threads(1);
   const StrategyKind strategy = strategy_from_string(argv[1]);
   const MixedPrecision precision = mixed_precision_from_string(argv[2]);
-  Accelerator accelerator(AcceleratorOptions()
-                              .cpu(true)
-                              .strategy(strategy)
-                              .mixed_precision(precision)
-                              .ddp(DdpOptions().gradient_as_bucket_view(true)));
+  Accelerator accelerator(
+      AcceleratorOptions().cpu(true).strategy(strategy).mixed_precision(precision).ddp(
+          DdpOptions().gradient_as_bucket_view(true)));
   torch::manual_seed(0);
   auto net = [] {
     const MemoryKindScope kind(MemoryKind::parameters);

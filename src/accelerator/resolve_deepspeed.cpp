@@ -41,11 +41,10 @@ Json from_variables(const Environment& environment) {
     zero[key] = Json{{"device", text::to_lower(*device)}};
     if (text::to_lower(*device) == "nvme" && !folder.empty()) zero[key]["nvme_path"] = folder;
   }
-  return Json{
-      {"zero_optimization", zero},
-      {"train_micro_batch_size_per_gpu", "auto"},
-      {"gradient_accumulation_steps", "auto"},
-      {"gradient_clipping",
+  return Json{{"zero_optimization", zero},
+              {"train_micro_batch_size_per_gpu", "auto"},
+              {"gradient_accumulation_steps", "auto"},
+              {"gradient_clipping",
                environment.get("ACCELERATE_GRADIENT_CLIPPING") ? Json("auto") : Json(0.0)}};
 }
 

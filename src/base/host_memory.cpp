@@ -54,8 +54,8 @@ std::int64_t available_host_memory() {
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
-      available = std::min(available,
-                           left("/sys/fs/cgroup" + path + "/", "memory.max", "memory.current"));
+      available =
+          std::min(available, left("/sys/fs/cgroup" + path + "/", "memory.max", "memory.current"));
     } else if (controllers == "memory") {
       available = std::min(available, left("/sys/fs/cgroup/memory" + path + "/",
                                            "memory.limit_in_bytes", "memory.usage_in_bytes"));

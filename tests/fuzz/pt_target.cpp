@@ -54,8 +54,8 @@ void read_pickle(std::span<const std::uint8_t> input) {
     at::Tensor memory = at::empty({static_cast<std::int64_t>(bytes)}, at::kByte);
     return memory.zero_().storage();
   };
-  walk(checkpoints::unpickle({reinterpret_cast<const char*>(input.data()), input.size()}, storage_of,
-                            "fuzz.pkl"));
+  walk(checkpoints::unpickle({reinterpret_cast<const char*>(input.data()), input.size()},
+                             storage_of, "fuzz.pkl"));
 }
 
 }  // namespace

@@ -168,8 +168,8 @@ class Checkpointing {
   std::filesystem::path next_folder();
   std::filesystem::path newest_folder() const;
   std::unique_ptr<checkpoints::Save> collect(const std::filesystem::path& folder,
-                                            const SaveStateOptions& options,
-                                            const Prepared& prepared, std::int64_t number);
+                                             const SaveStateOptions& options,
+                                             const Prepared& prepared, std::int64_t number);
   void write(checkpoints::Save& save, const comm::Group& group, bool numbered);
   void tidy(const comm::Group& group, const std::filesystem::path& newest);
   void load_of_python(const std::filesystem::path& folder, const LoadStateOptions& options,
