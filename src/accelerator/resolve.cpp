@@ -268,7 +268,7 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
   resolved.ddp = options.ddp();
   resolved.grad_scaler = options.grad_scaler();
   resolved.deepspeed = read_deepspeed(options, environment);
-  if (resolved.deepspeed) apply_deepspeed(*resolved.deepspeed, options, resolved);
+  if (resolved.deepspeed) apply_deepspeed(*resolved.deepspeed, resolved);
   set_stage(resolved.strategy, resolved.fsdp);
   set_precision(resolved.mixed_precision, resolved.fsdp);
 

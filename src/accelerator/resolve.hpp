@@ -34,8 +34,7 @@ std::shared_ptr<const parallel::DeepSpeedConfig> read_deepspeed(const Accelerato
 
 /// Puts the configuration's settings where they belong. Throws ConfigError, naming both, when an
 /// option says otherwise.
-void apply_deepspeed(const parallel::DeepSpeedConfig& config, const AcceleratorOptions& options,
-                     ResolvedOptions& resolved);
+void apply_deepspeed(const parallel::DeepSpeedConfig& config, ResolvedOptions& resolved);
 
 /// zero1 to zero3 are FsdpOptions with a name; does nothing for the other strategies.
 void set_stage(StrategyKind strategy, FsdpOptions& fsdp);

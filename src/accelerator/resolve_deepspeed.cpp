@@ -7,8 +7,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include <fstream>
-
 namespace accelerate {
 namespace {
 
@@ -16,21 +14,9 @@ using parallel::DeepSpeedConfig;
 using parallel::DeepSpeedContext;
 using Device = parallel::DeepSpeedOffload::Device;
 
-std::int64_t whole_number(const Environment& environment, const char* name,
-                          std::int64_t otherwise) {
-  const auto given = environment.get(name);
-  if (!given) return otherwise;
-  const auto value = text::to_int(*given);
-  if (!value) {
-    throw ConfigError(text::concat("The environment variable ", name, " is \"", *given,
-                                   "\", and a whole number was expected."));
-  }
-  return *value;
-}
-
 // What Python's launcher says when no file was given to it.
 Json from_variables(const Environment& environment) {
-  Json zero{{"stage", whole_number(environment, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)}};
+  Json zero{{"stage", environment.get_int("ACCELERATE_DEEPSPEED_ZERO_STAGE").value_or(2)}};
   const std::string folder =
       environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH").value_or("");
   for (const auto& [variable, key] :
@@ -59,8 +45,8 @@ std::shared_ptr<const DeepSpeedConfig> read_deepspeed(const AcceleratorOptions& 
   // The loaders come later; what the file says besides "auto" must agree with itself all the same.
   context.micro_batch_size = 1;
   context.gradient_accumulation_steps =
-      whole_number(environment, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-                   options.gradient_accumulation_steps().value_or(1));
+      environment.get_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+          .value_or(options.gradient_accumulation_steps().value_or(1));
   if (const auto norm = environment.get_double("ACCELERATE_GRADIENT_CLIPPING"))
     context.gradient_clipping = *norm;
   if (options.mixed_precision()) {
@@ -75,8 +61,7 @@ std::shared_ptr<const DeepSpeedConfig> read_deepspeed(const AcceleratorOptions& 
       DeepSpeedConfig::read(from_variables(environment), context));
 }
 
-void apply_deepspeed(const DeepSpeedConfig& config, const AcceleratorOptions& options,
-                     ResolvedOptions& resolved) {
+void apply_deepspeed(const DeepSpeedConfig& config, ResolvedOptions& resolved) {
   const auto disagree = [](const std::string& ours, const std::string& theirs) {
     throw ConfigError(text::concat("The DeepSpeed configuration asks for ", theirs,
                                    ", and the Accelerator for ", ours,

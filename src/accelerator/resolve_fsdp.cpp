@@ -92,7 +92,6 @@ FsdpOptions read(Section section) {
                                          {"5", S::hybrid_shard_zero2}}));
   }
   if (const auto given = section.text("reshard_after_forward")) {
-    // FSDP1's configurations have a sharding strategy here.
     const std::string lower = text::to_lower(*given);
     if (const auto on = text::to_bool(lower); on && lower != "1") {
       options.reshard_after_forward(*on);
@@ -182,12 +181,11 @@ std::optional<FsdpOptions> resolve_fsdp(const Environment& environment, const Js
       values[key] = *value;
       where[key] = text::concat("The environment variable ", variable);
     }
-    for (const char* later : {"FSDP_ACTIVATION_CHECKPOINTING"}) {
-      if (!environment.get_bool(later).value_or(false)) continue;
-      throw UnsupportedError(text::concat(
-          "The environment variable ", later,
-          " is set, and which children of a C++ module can be run again is the program's to say. "
-          "Unset it, and call accelerate::checkpoint in the program."));
+    if (environment.get_bool("FSDP_ACTIVATION_CHECKPOINTING").value_or(false)) {
+      throw UnsupportedError(
+          "The environment variable FSDP_ACTIVATION_CHECKPOINTING is set, and which children of a "
+          "C++ module can be run again is the program's to say. Unset it, and call "
+          "accelerate::checkpoint in the program.");
     }
   }
   if (!asked) return std::nullopt;
