@@ -5,6 +5,7 @@
 #include <accelerate/big_model/load.hpp>
 #include <accelerate/big_model/sizes.hpp>
 #include <accelerate/core/memory.hpp>
+#include <base/in_threads.hpp>
 #include <big_model/checkpoint_source.hpp>
 #include <big_model/huge_pages.hpp>
 #include <intercept/quiet.hpp>
@@ -21,10 +22,8 @@
 #include <cerrno>
 #include <chrono>
 #include <map>
-#include <mutex>
 #include <set>
 #include <system_error>
-#include <thread>
 #include <unordered_map>
 
 namespace accelerate {
@@ -76,40 +75,6 @@ at::Device device_of(Place place) {
 }
 
 std::string bytes_text(std::int64_t bytes) { return text::format_bytes(bytes); }
-
-// Calls `each` for the indices below `count` on several threads; the first error ends them all and
-// is thrown. `watch` is called on this thread meanwhile.
-void in_threads(int threads, std::size_t count, const std::function<void(std::size_t)>& each,
-                const std::function<void()>& watch) {
-  std::atomic<std::size_t> next{0};
-  std::atomic<int> running{threads};
-  std::mutex mutex;
-  std::exception_ptr error;
-  const auto work = [&] {
-    const intercept::Quiet quiet;
-    try {
-      for (std::size_t i; (i = next.fetch_add(1)) < count;) each(i);
-    } catch (...) {
-      const std::lock_guard lock(mutex);
-      if (!error) error = std::current_exception();
-      next.store(count);
-    }
-    running.fetch_sub(1);
-    running.notify_all();
-  };
-  std::vector<std::thread> others;
-  for (int i = 0; i < threads; ++i) others.emplace_back(work);
-  for (int left; (left = running.load()) > 0;) {
-    if (watch) {
-      watch();
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    } else {
-      running.wait(left);
-    }
-  }
-  for (std::thread& other : others) other.join();
-  if (error) std::rethrow_exception(error);
-}
 
 class Loader {
  public:
@@ -306,10 +271,9 @@ class Loader {
   void read(const std::vector<Piece>& pieces) {
     std::int64_t total = 0;
     for (const Piece& piece : pieces) total += static_cast<std::int64_t>(piece.rows.nbytes());
-    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-    const int wanted = options_.threads() > 0 ? options_.threads() : std::min(cores, 4);
-    const int threads = std::min(wanted, static_cast<int>(pieces.size()));
-    if (threads == 0) return;
+    if (pieces.empty()) return;
+    const std::size_t wanted =
+        options_.threads() > 0 ? static_cast<std::size_t>(options_.threads()) : reading_threads();
     std::atomic<std::int64_t> done{0};
     constexpr std::int64_t kMiB = 1 << 20;
     std::optional<Progress> bar;
@@ -320,15 +284,18 @@ class Loader {
       if (bar) bar->set(done.load() / kMiB);
     };
     in_threads(
-        threads, pieces.size(),
-        [&](std::size_t i) {
-          const Piece& piece = pieces[i];
-          if (piece.mapped) {
-            read_pages(piece, path_);
-          } else {
-            source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
-          }
-          done += static_cast<std::int64_t>(piece.rows.nbytes());
+        std::min(wanted, pieces.size()), pieces.size(),
+        [&] {
+          return [&](std::size_t i) {
+            const intercept::Quiet quiet;
+            const Piece& piece = pieces[i];
+            if (piece.mapped) {
+              read_pages(piece, path_);
+            } else {
+              source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
+            }
+            done += static_cast<std::int64_t>(piece.rows.nbytes());
+          };
         },
         options_.progress() ? std::function<void()>(watch) : nullptr);
     if (bar) bar->set(total / kMiB);

@@ -4,16 +4,15 @@
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
 
+#include "base/in_threads.hpp"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
-#include <exception>
-#include <mutex>
+#include <memory>
 #include <numeric>
 #include <set>
-#include <thread>
 
 namespace accelerate::checkpoints {
 
@@ -227,26 +226,13 @@ void Load::read_one(const Wanted& wanted, io::PieceReader& reader) const {
 }
 
 void Load::read() {
-  std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  std::exception_ptr failure;
-  const auto work = [&] {
-    try {
+  in_threads(std::min(reading_threads(), wanted_.size()), wanted_.size(), [&] {
+    const auto reader = std::make_shared<io::PieceReader>(folder_, manifest_);
+    return [this, reader](std::size_t i) {
       const at::NoGradGuard no_grad;
-      io::PieceReader reader(folder_, manifest_);
-      for (std::size_t i = next++; i < wanted_.size(); i = next++) read_one(wanted_[i], reader);
-    } catch (...) {
-      next = wanted_.size();
-      const std::scoped_lock lock(mutex);
-      if (!failure) failure = std::current_exception();
-    }
-  };
-  const std::size_t most = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 4);
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < std::min(most, wanted_.size()); ++i) threads.emplace_back(work);
-  work();
-  for (std::thread& thread : threads) thread.join();
-  if (failure) std::rethrow_exception(failure);
+      read_one(wanted_[i], *reader);
+    };
+  });
 }
 
 }  // namespace accelerate::checkpoints

@@ -2,16 +2,13 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/io/manifest.hpp>
 
+#include "base/in_threads.hpp"
 #include "io/system_error.hpp"
 
 #include <fcntl.h>
 
 #include <algorithm>
-#include <atomic>
-#include <exception>
-#include <mutex>
 #include <set>
-#include <thread>
 
 namespace accelerate::io {
 
@@ -273,31 +270,15 @@ void verify_blocks(const fs::path& folder, const SavedFile& saved,
                    std::span<const std::size_t> blocks) {
   if (blocks.empty()) return;
   const File file = File::open(folder / saved.name);
-  std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  std::exception_ptr failure;
-  const auto work = [&] {
-    try {
-      std::vector<std::byte> buffer(kBlocksAtOnce * kChecksumBlock);
-      for (;;) {
-        const std::size_t begin = next.fetch_add(kBlocksAtOnce);
-        if (begin >= blocks.size()) return;
-        verify_some(file, saved,
-                    blocks.subspan(begin, std::min(kBlocksAtOnce, blocks.size() - begin)), buffer);
-      }
-    } catch (...) {
-      next = blocks.size();
-      const std::scoped_lock lock(mutex);
-      if (!failure) failure = std::current_exception();
-    }
-  };
-  const std::size_t most = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 4);
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < std::min(most, blocks.size() / (2 * kBlocksAtOnce)); ++i)
-    threads.emplace_back(work);
-  work();
-  for (std::thread& thread : threads) thread.join();
-  if (failure) std::rethrow_exception(failure);
+  const std::size_t parts = (blocks.size() + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  in_threads(std::clamp<std::size_t>(parts / 2, 1, reading_threads()), parts, [&] {
+    std::vector<std::byte> buffer(kBlocksAtOnce * kChecksumBlock);
+    return [&, buffer = std::move(buffer)](std::size_t part) mutable {
+      const std::size_t begin = part * kBlocksAtOnce;
+      verify_some(file, saved,
+                  blocks.subspan(begin, std::min(kBlocksAtOnce, blocks.size() - begin)), buffer);
+    };
+  });
 }
 
 PieceReader::PieceReader(fs::path folder, const Manifest& manifest)
