@@ -65,7 +65,7 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   const Environment environment = Environment::process();
   const ResolvedOptions resolved =
       resolve(options, environment, read_config_file(options, environment));
-  state_ = &State::initialize(resolved.state, environment);
+  state_ = State::initialize(resolved.state, environment);
   mixed_precision_ = resolved.mixed_precision;
   check_supported(mixed_precision_, device());
   strategy_ = resolved.strategy;
@@ -249,8 +249,18 @@ void Accelerator::require_prepared_optimizers() const {
   // A bare optimizer would step on scaled or partial gradients, or on none where the parameters are
   // sharded. In the plain case it is harmless.
   const bool partial = scaler_ || gradient_state_->num_steps() > 1;
+  const bool stranger =
+      std::any_of(optimizers_.begin(), optimizers_.end(),
+                  [](const auto& optimizer) { return optimizer->strategies().empty(); });
   for (const ModuleEntry& entry : modules_) {
     if (!entry.core->used_since_backward || !entry.trained || entry.has_optimizer) continue;
+    if (stranger) {
+      throw StateError(
+          "A prepared optimizer holds no parameter of any prepared module, and a prepared module "
+          "that is trained has no optimizer: the optimizer was made of other parameters, such as "
+          "those of a copy, or of a module before it was replaced. Make it of the parameters of "
+          "the module that is given to prepare().");
+    }
     if (!partial && !entry.core->strategy->owns_leaves()) continue;
     throw StateError(
         text::concat("No prepared optimizer holds the parameters of a prepared module, and ",
@@ -321,8 +331,20 @@ void Accelerator::require_whole_gradients(const char* operation) const {
       "averaged over the ranks. Call it only if accelerator.sync_gradients()."));
 }
 
+namespace {
+
+void require_limit(const char* operation, double limit) {
+  if (limit >= 0) return;
+  throw ConfigError(
+      text::concat(operation, " was given the limit ", limit,
+                   ", and a number from 0 up was expected (infinity clips nothing)."));
+}
+
+}  // namespace
+
 at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm,
                                         double norm_type) {
+  require_limit("clip_grad_norm_()", max_norm);
   require_whole_gradients("clip_grad_norm_()");
   unscale_gradients();
   const at::NoGradGuard no_grad;
@@ -334,6 +356,7 @@ at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_no
 
 at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                                         double norm_type) {
+  require_limit("clip_grad_norm_()", max_norm);
   require_whole_gradients("clip_grad_norm_()");
   for (const at::Tensor& parameter : parameters) {
     for (const ModuleEntry& entry : modules_) {
@@ -360,6 +383,7 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
 }
 
 void Accelerator::clip_grad_value_(PreparedModuleBase& model, double limit) {
+  require_limit("clip_grad_value_()", limit);
   require_whole_gradients("clip_grad_value_()");
   unscale_gradients();
   model.strategy().clip_grad_value_(limit);
