@@ -349,9 +349,7 @@ void Dispatched::reset_statistics() {
   impl_->residency->reset_counts();
 }
 
-void Dispatched::trace_residency(const std::filesystem::path& file) {
-  impl_->residency->trace(file);
-}
+void Dispatched::track(tracking::MemoryTracker* tracker) { impl_->residency->track(tracker); }
 
 void Dispatched::remove_offload() {
   if (!impl_->engine) return;
@@ -402,9 +400,8 @@ Dispatched::Forward::~Forward() {
   try {
     if (state_->inference) impl.engine->end_pass();
     impl.residency->rest();
-    impl.residency->write_trace(impl.engine->units());
   } catch (const std::exception& error) {
-    // Weights that were fetched ahead and not used; or the trace's file. The forward is over.
+    // Weights that were fetched ahead and not used. The forward is over.
     log::warning(text::concat("After the forward of a dispatched module: ", describe(error)));
   }
 }

@@ -5,12 +5,14 @@
 #include <support/zoo.hpp>
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
 #include <accelerate/big_model/init_empty.hpp>
 #include <accelerate/big_model/load.hpp>
 #include <accelerate/big_model/sizes.hpp>
 #include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/io/file.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -19,6 +21,7 @@
 
 #include <fstream>
 #include <set>
+#include <sstream>
 
 namespace accelerate {
 namespace {
@@ -250,6 +253,28 @@ TEST_F(BigModel, DtypesOnLoad) {
   }
 }
 
+TEST_F(BigModel, TheBarSaysBytesAndSpeed) {
+  const std::string total = text::format_bytes(4 * (64 * 64 + 64) * 4);
+  for (const bool copied_to_disk : {false, true}) {
+    std::ostringstream out;
+    nn::Sequential other = empty();
+    auto options = LoadOptions().dtype(at::kDouble).bar(ProgressOptions().output(&out));
+    if (copied_to_disk) options.offload_folder(folder.path() / "copy");
+    const Place place = copied_to_disk ? Place::disk() : Place::cpu();
+    const LoadReport report = load_checkpoint_in_model(other, file(), {{"", place}}, options);
+    // What is in the file, whatever it becomes.
+    EXPECT_EQ(report.bytes, 4 * (64 * 64 + 64) * 4);
+    EXPECT_TRUE(out.str().starts_with("100% " + total + "/" + total + ", ")) << out.str();
+    EXPECT_TRUE(out.str().ends_with("B/s\n")) << out.str();
+    EXPECT_EQ(out.str().find('\r'), std::string::npos) << "that is for terminals";
+    std::ostringstream silent;
+    nn::Sequential again = mlp();
+    load_checkpoint_in_model(again, file(), {{"", Place::cpu()}},
+                             options.progress(false).bar(ProgressOptions().output(&silent)));
+    EXPECT_EQ(silent.str(), "");
+  }
+}
+
 TEST_F(BigModel, NamesThatDiffer) {
   struct Other : nn::Module {
     nn::Linear first{64, 64}, added{2, 2};
@@ -277,7 +302,8 @@ TEST_F(BigModel, FetchesAheadFromTheSecondForwardOn) {
   torch::NoGradGuard no_grad;
   auto model = load_checkpoint_and_dispatch(empty(), file(), DeviceMap{{"", Place::disk()}}, {},
                                             OffloadOptions().prefetch(1));
-  model.offload().trace_residency(folder.path() / "trace.json");
+  tracking::MemoryTracker tracker;
+  model.offload().track(&tracker);
   EXPECT_TRUE(at::equal(model(input), expected));
   EXPECT_EQ(model.offload().statistics().prefetched, 0);
   model.offload().reset_statistics();
@@ -287,13 +313,24 @@ TEST_F(BigModel, FetchesAheadFromTheSecondForwardOn) {
   EXPECT_EQ(statistics.prefetched, 4);  // the first when the forward begins
   EXPECT_EQ(statistics.read_bytes, 4 * (64 * 64 + 64) * 4);
   EXPECT_LE(statistics.peak_resident_bytes, 2 * (64 * 64 + 64) * 4 + 128);
-  const Json trace = Json::parse(std::ifstream(folder.path() / "trace.json"));
-  EXPECT_EQ(trace["modules"].size(), 4u);
-  std::map<std::string, int> events;
-  for (const Json& event : trace["events"]) ++events[event[2].get<std::string>()];
-  EXPECT_EQ(events["begins"], 8);
-  EXPECT_EQ(events["here"], 8);
-  EXPECT_EQ(events["gone"], 8);
+  model.offload().track(nullptr);
+  model(input);
+  const Json visits = tracker.to_json()["visits"];
+  ASSERT_EQ(visits.size(), 8u);
+  for (std::size_t i = 0; i < visits.size(); ++i) {
+    const Json& visit = visits[i];
+    EXPECT_EQ(visit["from"], "disk");
+    EXPECT_EQ(visit["place"], "cpu");
+    EXPECT_GE(visit["bytes"], (64 * 64 + 64) * 4);
+    EXPECT_LE(visit["begin_ns"], visit["used_ns"]);
+    EXPECT_LE(visit["used_ns"], visit["end_ns"]);
+  }
+  // In the second forward each was asked for before the one ahead of it had gone.
+  std::map<std::string, Json> last;
+  for (const Json& visit : visits) last[visit["name"]] = visit;
+  ASSERT_EQ(last.size(), 4u);
+  EXPECT_LT(last["2"]["begin_ns"], last["0"]["end_ns"]);
+  EXPECT_LT(last["6"]["begin_ns"], last["4"]["end_ns"]);
 }
 
 template <class Thrown, class Call>

@@ -22,6 +22,10 @@ struct IValue;
 
 namespace accelerate {
 
+namespace tracking {
+class MemoryTracker;
+}
+
 /// How weights come to the device that computes and leave it.
 class OffloadOptions {
   /// Where offloaded weights are computed with. Default: the first accelerator of the device map,
@@ -75,9 +79,9 @@ class Dispatched {
   at::Device main_device() const noexcept;
   OffloadStatistics statistics() const;
   void reset_statistics();
-  /// Writes to `file`, at every end of a forward, when which module's weights came and went, as
-  /// JSON for tools/plot_residency.py.
-  void trace_residency(const std::filesystem::path& file);
+  /// Has `tracker` record when which weights came and went, from the next forward on. It must live
+  /// as long as the module is used, or until null is given instead.
+  void track(tracking::MemoryTracker* tracker);
   /// Ends the offloading: every weight is an ordinary tensor of the module, on the CPU where it was
   /// offloaded. Throws OutOfMemoryError, and changes nothing, when they do not fit.
   void remove_offload();
