@@ -274,7 +274,7 @@ class HookedModel {
 /// Keeps a module in host memory until it is called, and then on `execution_device` until
 /// `hook.offload()`, or until the model that was given its hook as `previous` is called: for
 /// pipelines of models that run one after the other, some of them in a loop. Returns the model to
-/// call, and its hook.
+/// call, and its hook. Throws ConfigError when the device is not there.
 template <big_model::ModuleLike M>
 auto cpu_offload_with_hook(M&& module, at::Device execution_device,
                            std::optional<CpuOffloadHook> previous = {}) {
