@@ -4,15 +4,16 @@
 //   big_model [GIGABYTES] [FOLDER] [load | forward]     default: 2, the temporary folder, both
 //
 // "Reading the file" has two figures, each the better of one and several threads with large
-// sequential reads. Into one small buffer, whose pages are there, is what the file and the memory
-// bus give. Into memory of the file's size, allocated as vectors and tensors are and never used
-// before, is what a program must do that wants the contents: the kernel clears every new page
-// first, which no library can avoid. Loading into new memory is judged by the second, all else by
-// the first. "faults" counts the new pages that one loading met.
+// sequential reads into memory of the file's size. Into memory that was used before it is what the
+// file and the memory bus give. Into memory just allocated, as vectors and tensors are, it is what
+// any program pays that wants the contents: the kernel clears each new page first, which no library
+// can avoid. Loading into new memory is judged by the second, all else by the first. "faults"
+// counts the new pages that one loading met.
 //
-// A forward whose weights are copied by a second core is also given the time of the computation
-// beside a thread that copies and has nothing to do with it: two cores share a memory bus, and
-// often more.
+// A forward leaves one core to the thread that copies. "copying" is the file read by one thread
+// into two buffers of a weight's size in turn; "beside copying" is the computation with weights in
+// memory while such a thread, which has nothing to do with it, copies: cores share a memory bus,
+// and often more. Fastest of five each, taken in turn.
 
 #include <accelerate/big_model/init_empty.hpp>
 #include <accelerate/big_model/load.hpp>
@@ -66,20 +67,25 @@ std::int64_t faults() {
 
 constexpr std::uint64_t kPiece = std::uint64_t{16} << 20;
 
-// The whole file by so many threads: to its place in `memory` where that is as large, else over and
-// over into each thread's part.
-void read_file(const accelerate::io::File& file, char* memory, std::uint64_t bytes,
-               unsigned threads) {
+// The whole file by so many threads.
+void read_file(const accelerate::io::File& file, char* memory, unsigned threads) {
   const std::uint64_t size = file.size();
   std::atomic<std::uint64_t> next{0};
-  const auto work = [&](unsigned thread) {
+  const auto work = [&] {
     for (std::uint64_t at; (at = next.fetch_add(kPiece)) < size;)
-      file.read(memory + (bytes >= size ? at : thread * kPiece), std::min(kPiece, size - at), at);
+      file.read(memory + at, std::min(kPiece, size - at), at);
   };
   std::vector<std::thread> others;
-  for (unsigned t = 1; t < threads; ++t) others.emplace_back(work, t);
-  work(0);
+  for (unsigned t = 1; t < threads; ++t) others.emplace_back(work);
+  work();
   for (auto& other : others) other.join();
+}
+
+// The whole file by one thread into two buffers in turn, as a forward brings it layer by layer.
+void copy_file(const accelerate::io::File& file, std::vector<char>& buffers) {
+  const std::uint64_t size = file.size(), half = buffers.size() / 2;
+  for (std::uint64_t at = 0, i = 0; at < size; at += half, ++i)
+    file.read(buffers.data() + i % 2 * half, std::min(half, size - at), at);
 }
 
 void forget(const std::filesystem::path& path) {
@@ -105,21 +111,20 @@ void load(const std::filesystem::path& path, int layers, bool cold) {
     if (cold) forget(path);
   };
 
-  std::vector<char> buffer(threads * kPiece, 1);
   double reading = 1e9, reading_into_new = 1e9;
   for (const unsigned readers : {1u, threads}) {
-    const auto into_buffer = [&] { read_file(file, buffer.data(), buffer.size(), readers); };
-    reading = std::min(reading, best(5, into_buffer, before));
     std::unique_ptr<char[]> memory;
+    const auto read = [&] { read_file(file, memory.get(), readers); };
     const auto into_new = [&] {
       memory.reset(new char[size]);
-      read_file(file, memory.get(), size, readers);
+      read();
     };
     const auto before_new = [&] {
       memory.reset();
       before();
     };
     reading_into_new = std::min(reading_into_new, best(5, into_new, before_new));
+    reading = std::min(reading, best(5, read, before));
   }
 
   for (const char* into : {"new memory", "memory that is there", "the mapped file"}) {
@@ -154,13 +159,12 @@ void load(const std::filesystem::path& path, int layers, bool cold) {
   }
 }
 
-// While it lives, a thread reads the file over and over.
+// While it lives, a thread copies the file over and over.
 class Copying {
  public:
-  explicit Copying(const accelerate::io::File& file)
-      : thread_([this, &file] {
-          std::vector<char> buffer(kPiece, 1);
-          while (!done_) read_file(file, buffer.data(), buffer.size(), 1);
+  Copying(const accelerate::io::File& file, std::vector<char>& buffers)
+      : thread_([this, &file, &buffers] {
+          while (!done_) copy_file(file, buffers);
         }) {}
   ~Copying() {
     done_ = true;
@@ -182,9 +186,9 @@ void forward(const std::filesystem::path& path, int layers) {
   const std::int64_t largest = 4096 * 4096 * 4, limit = 5 * largest / 2;
   auto model = accelerate::load_checkpoint_and_dispatch(
       empty, path, on_disk, quiet, accelerate::OffloadOptions().prefetch(1).resident_limit(limit));
-  std::vector<char> buffer(kPiece, 1);
+  std::vector<char> buffers(static_cast<std::size_t>(2 * largest), 1);
   const auto file = accelerate::io::File::open(path);
-  const double copying = best(5, [&] { read_file(file, buffer.data(), buffer.size(), 1); });
+  const double copying = best(5, [&] { copy_file(file, buffers); });
   // A core is left to the thread that copies: on cores that all compute nothing can be hidden.
   const int computing = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) - 1);
   at::set_num_threads(computing);
@@ -204,7 +208,7 @@ void forward(const std::filesystem::path& path, int layers) {
     }
     double beside = 1e9;
     {
-      const Copying other(file);
+      const Copying other(file, buffers);
       beside = best(3, [&] { whole->forward(input); });
     }
     print({{"benchmark", "forward"},

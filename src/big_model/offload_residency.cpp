@@ -15,6 +15,9 @@ using intercept::Unit;
 using intercept::UnitParameter;
 using Clock = std::chrono::steady_clock;
 
+// Small enough for two threads to end together, large enough for opening the file to cost nothing.
+constexpr std::int64_t kPieceBytes = std::int64_t{4} << 20;
+
 OffloadResidency::OffloadResidency(at::Device device, WeightStore store)
     : device_(device), store_(std::move(store)), bringer_(device) {}
 
@@ -36,21 +39,34 @@ at::Tensor OffloadResidency::whole(const at::Tensor& weight) const {
   return values;
 }
 
-void OffloadResidency::fill(const Unit& unit, const at::Tensor& buffer) {
-  std::int64_t read = 0;
-  for (const UnitParameter& parameter : unit.parameters()) {
-    const Source& from = source(parameter.parameter);
-    const at::Tensor place = Unit::over(buffer, parameter);
-    if (from.home.defined()) {
-      place.copy_(from.home, /*non_blocking=*/true);
-    } else {
-      store_.read(from.stored_as, place);
-      read += store_.find(from.stored_as)->bytes();
-    }
+std::vector<OffloadResidency::Piece> OffloadResidency::cut(const Unit& unit,
+                                                           std::int64_t most_bytes) const {
+  std::vector<Piece> pieces;
+  for (const UnitParameter& weight : unit.parameters()) {
+    const std::int64_t rows = weight.parameter.dim() == 0 ? 1 : weight.parameter.size(0);
+    const std::int64_t row_bytes = static_cast<std::int64_t>(weight.parameter.nbytes()) / rows;
+    const std::int64_t step = std::max<std::int64_t>(1, most_bytes / row_bytes);
+    for (std::int64_t row = 0; row < rows; row += step)
+      pieces.push_back({&weight, row, std::min(row + step, rows)});
   }
+  return pieces;
+}
+
+void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer) {
+  const auto rows_of = [&](const at::Tensor& weight) {
+    return weight.dim() == 0 ? weight.unsqueeze(0)
+                             : weight.narrow(0, piece.begin, piece.end - piece.begin);
+  };
+  const Source& from = source(piece.weight->parameter);
+  const at::Tensor rows = rows_of(Unit::over(buffer, *piece.weight));
+  if (from.home.defined()) {
+    rows.copy_(rows_of(from.home), /*non_blocking=*/true);
+    return;
+  }
+  store_.read_rows(from.stored_as, piece.begin, piece.end, rows);
+  const WeightStore::Entry& stored = *store_.find(from.stored_as);
   const std::lock_guard lock(mutex_);
-  counts_.read_bytes += read;
-  counts_.brought_bytes += unit.storage().bytes();
+  counts_.read_bytes += rows.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
 }
 
 at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
@@ -72,9 +88,22 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
     use_huge_pages(buffer);
   }
   const auto asked = Clock::now();
-  auto job = bringer_.start([this, &unit, buffer] { fill(unit, buffer); });
+  std::shared_ptr<Bringer::Job> job;
+  if (device_.is_cpu()) {
+    auto pieces = cut(unit, kPieceBytes);
+    const std::size_t count = pieces.size();
+    job = bringer_.start(count, [this, buffer, pieces = std::move(pieces)](std::size_t i) {
+      fill(pieces[i], buffer);
+    });
+  } else {
+    auto pieces = cut(unit, unit.storage().bytes());
+    job = bringer_.start(1, [this, buffer, pieces = std::move(pieces)](std::size_t) {
+      for (const Piece& piece : pieces) fill(piece, buffer);
+    });
+  }
   const std::lock_guard lock(mutex_);
   jobs_[unit.index()] = std::move(job);
+  counts_.brought_bytes += unit.storage().bytes();
   if (tracker_ != nullptr) {
     Visit& visit = visits_[unit.index()];
     report(visit);

@@ -59,7 +59,13 @@ class OffloadResidency final : public intercept::Residency {
     std::chrono::steady_clock::time_point asked, used, gone;
     bool over = false;
   };
-  void fill(const intercept::Unit& unit, const at::Tensor& buffer);
+  // Rows of a weight.
+  struct Piece {
+    const intercept::UnitParameter* weight;
+    std::int64_t begin, end;
+  };
+  std::vector<Piece> cut(const intercept::Unit& unit, std::int64_t most_bytes) const;
+  void fill(const Piece& piece, const at::Tensor& buffer);
   void report(Visit& visit);
 
   at::Device device_;
