@@ -15,7 +15,7 @@ using intercept::Unit;
 using intercept::UnitParameter;
 using Clock = std::chrono::steady_clock;
 
-// Small enough for two threads to end together, large enough for opening the file to cost nothing.
+// Small enough for two threads to end together, large enough to cost nothing.
 constexpr std::int64_t kPieceBytes = std::int64_t{4} << 20;
 
 OffloadResidency::OffloadResidency(at::Device device, WeightStore store)
@@ -52,7 +52,7 @@ std::vector<OffloadResidency::Piece> OffloadResidency::cut(const Unit& unit,
   return pieces;
 }
 
-void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer) {
+void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files) {
   const auto rows_of = [&](const at::Tensor& weight) {
     return weight.dim() == 0 ? weight.unsqueeze(0)
                              : weight.narrow(0, piece.begin, piece.end - piece.begin);
@@ -63,8 +63,8 @@ void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer) {
     rows.copy_(rows_of(from.home), /*non_blocking=*/true);
     return;
   }
-  store_.read_rows(from.stored_as, piece.begin, piece.end, rows);
   const WeightStore::Entry& stored = *store_.find(from.stored_as);
+  stored.read_rows(files.at(stored.file), from.stored_as, piece.begin, piece.end, rows);
   const std::lock_guard lock(mutex_);
   counts_.read_bytes += rows.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
 }
@@ -88,17 +88,19 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
     use_huge_pages(buffer);
   }
   const auto asked = Clock::now();
+  // Opened anew for each unit, so that a file that is another by now is found out.
+  auto files = std::make_shared<OpenFiles>();
   std::shared_ptr<Bringer::Job> job;
   if (device_.is_cpu()) {
     auto pieces = cut(unit, kPieceBytes);
     const std::size_t count = pieces.size();
-    job = bringer_.start(count, [this, buffer, pieces = std::move(pieces)](std::size_t i) {
-      fill(pieces[i], buffer);
+    job = bringer_.start(count, [this, buffer, files, pieces = std::move(pieces)](std::size_t i) {
+      fill(pieces[i], buffer, *files);
     });
   } else {
     auto pieces = cut(unit, unit.storage().bytes());
-    job = bringer_.start(1, [this, buffer, pieces = std::move(pieces)](std::size_t) {
-      for (const Piece& piece : pieces) fill(piece, buffer);
+    job = bringer_.start(1, [this, buffer, files, pieces = std::move(pieces)](std::size_t) {
+      for (const Piece& piece : pieces) fill(piece, buffer, *files);
     });
   }
   const std::lock_guard lock(mutex_);

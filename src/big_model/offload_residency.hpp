@@ -4,6 +4,7 @@
 #include <accelerate/intercept/engine.hpp>
 #include <accelerate/tracking/memory_tracker.hpp>
 #include <big_model/bringer.hpp>
+#include <big_model/open_files.hpp>
 
 #include <chrono>
 #include <memory>
@@ -65,7 +66,7 @@ class OffloadResidency final : public intercept::Residency {
     std::int64_t begin, end;
   };
   std::vector<Piece> cut(const intercept::Unit& unit, std::int64_t most_bytes) const;
-  void fill(const Piece& piece, const at::Tensor& buffer);
+  void fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files);
   void report(Visit& visit);
 
   at::Device device_;
