@@ -129,6 +129,7 @@ TEST(Prepare, ModuleOnAnotherDeviceIsAnErrorWithoutPlacement) {
 
 TEST(Prepare, ADispatchedModuleIsRefusedUntilItsOffloadingEnds) {
   const io::TemporaryFolder folder;
+  torch::manual_seed(1);  // the same on all ranks
   torch::nn::Linear net(3, 2);
   const torch::Tensor input = torch::ones({1, 3});
   const torch::Tensor expected = net->forward(input);
