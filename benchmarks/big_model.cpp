@@ -39,7 +39,7 @@
 #include <iostream>
 #include <memory>
 #include <thread>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -188,18 +188,22 @@ void forward(const std::filesystem::path& path, int layers) {
   // In memory of its own: large pages, from which products are faster than from a mapped file.
   accelerate::load_checkpoint_in_model(whole, path, {{"", accelerate::Place::cpu()}},
                                        accelerate::LoadOptions().progress(false).memory_map(false));
-  nn::Sequential empty = accelerate::init_empty_weights([&] { return make(4096, layers); });
   const std::int64_t largest = 4096 * 4096 * 4, limit = 5 * largest / 2;
-  auto model = accelerate::load_checkpoint_and_dispatch(
-      empty, path, on_disk, quiet, accelerate::OffloadOptions().prefetch(1).resident_limit(limit));
+  const auto dispatch = [&](int prefetch) {
+    return accelerate::load_checkpoint_and_dispatch(
+        accelerate::init_empty_weights([&] { return make(4096, layers); }), path, on_disk, quiet,
+        accelerate::OffloadOptions().prefetch(prefetch).resident_limit(limit));
+  };
   std::vector<char> buffers(static_cast<std::size_t>(2 * largest), 1);
   const auto file = accelerate::io::File::open(path);
   const double copying = best(5, [&] { copy_file(file, buffers); });
   const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  // A core is left to the thread that copies; and then none.
-  for (const auto& [computing, all_rows] :
-       {std::pair{std::max(1, cores - 1), std::vector<std::int64_t>{1, 16, 64, 128, 512}},
-        std::pair{cores, std::vector<std::int64_t>{1, 128, 512}}}) {
+  // A core is left to the thread that copies; and then none, with copies ahead and without.
+  for (const auto& [computing, prefetch, all_rows] :
+       {std::tuple{std::max(1, cores - 1), 1, std::vector<std::int64_t>{1, 16, 64, 128, 512}},
+        std::tuple{cores, 1, std::vector<std::int64_t>{1, 128, 512}},
+        std::tuple{cores, 0, std::vector<std::int64_t>{1, 128, 512}}}) {
+    auto model = dispatch(prefetch);
     at::set_num_threads(computing);
     for (const std::int64_t rows : all_rows) {
       const at::Tensor input = torch::randn({rows, 4096});
@@ -226,6 +230,7 @@ void forward(const std::filesystem::path& path, int layers) {
            {"rows", rows},
            {"computing_cores", computing},
            {"all_cores", cores},
+           {"prefetch", prefetch},
            {"compute_s", compute},
            {"compute_beside_copying_s", beside},
            {"copying_s", copying},
