@@ -2,6 +2,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
+#include <accelerate/intercept/key.hpp>
 #include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
@@ -118,6 +119,17 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
                                                                       bool evaluation_mode) {
   for (ModuleEntry& entry : modules_) {
     if (entry.identity == identity && (entry.trained || evaluation_mode)) return entry.core;
+  }
+  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+    for (const auto& [name, tensor] : *tensors) {
+      if (!intercept::is_tagged(tensor)) continue;
+      throw StateError(text::concat(
+          "The module's ", name,
+          " comes and goes already: the module was dispatched by a device map, or another "
+          "Accelerator has sharded it. A dispatched module needs no prepare(): call what "
+          "dispatch_model returned. To train it, call remove_offload() first and prepare it "
+          "then."));
+    }
   }
   const auto trainable = [](const NamedTensor& entry) { return entry.tensor.requires_grad(); };
   const auto elsewhere = [&](const NamedTensor& entry) {
