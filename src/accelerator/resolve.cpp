@@ -47,8 +47,7 @@ class Sources {
     try {
       return parse(text::to_lower(setting->text));
     } catch (const ConfigError& error) {
-      std::throw_with_nested(
-          ConfigError(text::concat(setting->where, " is \"", setting->text, "\". ", error.what())));
+      throw ConfigError(text::concat(setting->where, " is \"", setting->text, "\". ", error.what()));
     }
   }
 
