@@ -232,51 +232,57 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
 
 namespace {
 
-constexpr std::size_t kBlocksAtOnce = 4;
+using Blocks = std::span<const std::size_t>;
 
-// `buffer` holds kBlocksAtOnce blocks; as many are given at most.
-void verify_some(const File& file, const SavedFile& saved, std::span<const std::size_t> blocks,
-                 std::vector<std::byte>& buffer) {
+// Threads take so many blocks at a time, and the disk is told of the next so many before.
+constexpr std::size_t kTaken = 4;
+constexpr std::size_t kTold = 32;
+
+// Tells the system that these will be read, run by run.
+void announce(const File& file, Blocks blocks) {
   while (!blocks.empty()) {
     std::size_t run = 1;
     while (run < blocks.size() && blocks[run] == blocks[0] + run) ++run;
-    const std::uint64_t begin = std::uint64_t{blocks[0]} * kChecksumBlock;
-    const auto bytes = static_cast<std::size_t>(
-        std::min<std::uint64_t>(run * kChecksumBlock, saved.bytes - begin));
-    // Other threads read on from here.
-    ::posix_fadvise(file.descriptor(), static_cast<off_t>(begin),
-                    static_cast<off_t>(8 * kBlocksAtOnce * kChecksumBlock), POSIX_FADV_WILLNEED);
-    file.read(buffer.data(), bytes, begin);
-    for (std::size_t at = 0; at < bytes; at += kChecksumBlock) {
-      const std::size_t length = std::min(kChecksumBlock, bytes - at);
-      if (checksum(std::span(buffer).subspan(at, length)) ==
-          saved.checksums[blocks[at / kChecksumBlock]]) {
-        continue;
-      }
-      throw CheckpointError(
-          text::concat(file.path().string(), " is damaged: bytes ", begin + at, " to ",
-                       begin + at + length - 1,
-                       " are not those that were written. Nothing was loaded; use another "
-                       "checkpoint."),
-          file.path().string());
-    }
+    ::posix_fadvise(file.descriptor(), static_cast<off_t>(blocks[0] * kChecksumBlock),
+                    static_cast<off_t>(run * kChecksumBlock), POSIX_FADV_WILLNEED);
     blocks = blocks.subspan(run);
   }
 }
 
+Blocks some(Blocks blocks, std::size_t first, std::size_t count) {
+  first = std::min(first, blocks.size());
+  return blocks.subspan(first, std::min(count, blocks.size() - first));
+}
+
 }  // namespace
 
-void verify_blocks(const fs::path& folder, const SavedFile& saved,
-                   std::span<const std::size_t> blocks) {
+void verify_blocks(const fs::path& folder, const SavedFile& saved, Blocks blocks,
+                   const VerifiedBlock& each) {
   if (blocks.empty()) return;
   const File file = File::open(folder / saved.name);
-  const std::size_t parts = (blocks.size() + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  const std::size_t parts = (blocks.size() + kTaken - 1) / kTaken;
+  announce(file, some(blocks, 0, kTold));
   in_threads(std::clamp<std::size_t>(parts / 2, 1, reading_threads()), parts, [&] {
-    std::vector<std::byte> buffer(kBlocksAtOnce * kChecksumBlock);
+    // One block: it stays in the processor's cache until it was checked and taken.
+    std::vector<std::byte> buffer(kChecksumBlock);
     return [&, buffer = std::move(buffer)](std::size_t part) mutable {
-      const std::size_t begin = part * kBlocksAtOnce;
-      verify_some(file, saved,
-                  blocks.subspan(begin, std::min(kBlocksAtOnce, blocks.size() - begin)), buffer);
+      const std::size_t first = part * kTaken;
+      if (first % kTold == 0) announce(file, some(blocks, first + kTold, kTold));
+      for (const std::size_t block : some(blocks, first, kTaken)) {
+        const std::uint64_t begin = std::uint64_t{block} * kChecksumBlock;
+        const auto bytes = std::span(buffer).first(
+            static_cast<std::size_t>(std::min<std::uint64_t>(kChecksumBlock, saved.bytes - begin)));
+        file.read(bytes.data(), bytes.size(), begin);
+        if (checksum(bytes) != saved.checksums[block]) {
+          throw CheckpointError(
+              text::concat(file.path().string(), " is damaged: bytes ", begin, " to ",
+                           begin + bytes.size() - 1,
+                           " are not those that were written. Nothing was loaded; use another "
+                           "checkpoint."),
+              file.path().string());
+        }
+        if (each) each(block, bytes);
+      }
     };
   });
 }
