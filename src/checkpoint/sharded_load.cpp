@@ -186,8 +186,8 @@ void Load::verify() {
         for (std::size_t rank = 0; rank < all.size(); ++rank) {
           if (all[rank][at] == '1') who.push_back(rank);
         }
-        // Eight neighbours each: disks like long reads.
-        const std::size_t turn = at / 8;
+        // Sixteen neighbours each: disks like long reads.
+        const std::size_t turn = at / 16;
         const std::size_t checker = who.empty() ? turn % all.size() : who[turn % who.size()];
         if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin);
       }

@@ -5,9 +5,8 @@
 #include "base/in_threads.hpp"
 #include "io/system_error.hpp"
 
-#include <fcntl.h>
-
 #include <algorithm>
+#include <memory>
 #include <set>
 
 namespace accelerate::io {
@@ -230,58 +229,32 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
   return found == tensors->second.end() ? nullptr : &found->second;
 }
 
-namespace {
-
-using Blocks = std::span<const std::size_t>;
-
-// Threads take so many blocks at a time, and the disk is told of the next so many before.
-constexpr std::size_t kTaken = 4;
-constexpr std::size_t kTold = 32;
-
-// Tells the system that these will be read, run by run.
-void announce(const File& file, Blocks blocks) {
-  while (!blocks.empty()) {
-    std::size_t run = 1;
-    while (run < blocks.size() && blocks[run] == blocks[0] + run) ++run;
-    ::posix_fadvise(file.descriptor(), static_cast<off_t>(blocks[0] * kChecksumBlock),
-                    static_cast<off_t>(run * kChecksumBlock), POSIX_FADV_WILLNEED);
-    blocks = blocks.subspan(run);
-  }
-}
-
-Blocks some(Blocks blocks, std::size_t first, std::size_t count) {
-  first = std::min(first, blocks.size());
-  return blocks.subspan(first, std::min(count, blocks.size() - first));
-}
-
-}  // namespace
-
-void verify_blocks(const fs::path& folder, const SavedFile& saved, Blocks blocks,
-                   const VerifiedBlock& each) {
+void verify_blocks(const fs::path& folder, const SavedFile& saved,
+                   std::span<const std::size_t> blocks, const VerifiedBlock& each) {
   if (blocks.empty()) return;
-  const File file = File::open(folder / saved.name);
+  // Threads take so many at a time: the system reads ahead of each, and the longer the better.
+  constexpr std::size_t kTaken = 16;
   const std::size_t parts = (blocks.size() + kTaken - 1) / kTaken;
-  announce(file, some(blocks, 0, kTold));
-  in_threads(std::clamp<std::size_t>(parts / 2, 1, reading_threads()), parts, [&] {
+  in_threads(std::min(parts, reading_threads()), parts, [&] {
+    const auto file = std::make_shared<const File>(File::open(folder / saved.name));
     // One block: it stays in the processor's cache until it was checked and taken.
     std::vector<std::byte> buffer(kChecksumBlock);
-    return [&, buffer = std::move(buffer)](std::size_t part) mutable {
+    return [&, file, buffer = std::move(buffer)](std::size_t part) mutable {
       const std::size_t first = part * kTaken;
-      if (first % kTold == 0) announce(file, some(blocks, first + kTold, kTold));
-      for (const std::size_t block : some(blocks, first, kTaken)) {
-        const std::uint64_t begin = std::uint64_t{block} * kChecksumBlock;
+      for (std::size_t i = first; i < std::min(first + kTaken, blocks.size()); ++i) {
+        const std::uint64_t begin = std::uint64_t{blocks[i]} * kChecksumBlock;
         const auto bytes = std::span(buffer).first(
             static_cast<std::size_t>(std::min<std::uint64_t>(kChecksumBlock, saved.bytes - begin)));
-        file.read(bytes.data(), bytes.size(), begin);
-        if (checksum(bytes) != saved.checksums[block]) {
+        file->read(bytes.data(), bytes.size(), begin);
+        if (checksum(bytes) != saved.checksums[blocks[i]]) {
           throw CheckpointError(
-              text::concat(file.path().string(), " is damaged: bytes ", begin, " to ",
+              text::concat(file->path().string(), " is damaged: bytes ", begin, " to ",
                            begin + bytes.size() - 1,
                            " are not those that were written. Nothing was loaded; use another "
                            "checkpoint."),
-              file.path().string());
+              file->path().string());
         }
-        if (each) each(block, bytes);
+        if (each) each(blocks[i], bytes);
       }
     };
   });

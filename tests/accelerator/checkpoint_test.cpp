@@ -197,6 +197,18 @@ TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
   EXPECT_EQ(names(parent),
             (std::set<std::string>{"checkpoint_3", "checkpoint_5", "checkpoint_6", "latest"}));
   EXPECT_EQ(io::read_file(parent / "latest"), "checkpoint_6\n");
+
+  // A process that dies before `latest` moves leaves it behind. The newest that is complete counts.
+  world().barrier();
+  if (world().rank() == 0) {
+    io::write_file(parent / "latest", "checkpoint_5\n");
+    fs::create_directories(parent / "checkpoint_7");  // not complete
+  }
+  world().barrier();
+  Accelerator accelerator(options(project));
+  Net net;
+  auto model = accelerator.prepare(net);
+  EXPECT_EQ(accelerator.load_state().filename(), "checkpoint_6");
 }
 
 TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheNext) {

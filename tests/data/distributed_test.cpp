@@ -116,9 +116,11 @@ TEST(Sharded, EverySampleIsRealOnceInTheOrderOfOneProcess) {
   }
 }
 
-TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
-  // Saved by one process with the whole batch, resumed here, and the other way round.
-  auto alone = data::prepare_loader(data::loader(stacked(23), 4), context());
+// Saved by one process with the whole batch and resumed here, and the other way round: what comes
+// is exactly what was not seen, once. `make(context, batch)` prepares a loader.
+template <class Make>
+void resumes_on_another_number_of_processes(Make&& make) {
+  auto alone = make(context(), 4);
   Json from_one;
   std::vector<std::int64_t> rest;
   for (int epoch = 0; epoch < 2; ++epoch) {
@@ -131,7 +133,8 @@ TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
       }
     }
   }
-  auto loader = data::prepare_loader(data::loader(stacked(23), options(4 / world(), 1)), here());
+  EXPECT_EQ(rest.size(), 2U * 23 - 12);
+  auto loader = make(here(), 4 / world());
   loader.load_state_dict(from_one);
   auto got = in_order(gather(loader, false).real);
   const auto next = in_order(gather(loader).real);
@@ -145,11 +148,23 @@ TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
     if (loader.progress().batches == 3) from_many = loader.state_dict();
   }
   EXPECT_EQ(from_many["position"], from_one["position"]);
+  // Where all processes say the same, a checkpoint has it once, and any number of them takes it.
+  for (const std::string& other : accelerate::testing::world().all_gather_bytes(from_many.dump()))
+    EXPECT_EQ(Json::parse(other), from_many);
   alone.load_state_dict(from_many);
   auto back = flat(pass(alone));
   const auto last = flat(pass(alone));
   back.insert(back.end(), last.begin(), last.end());
   EXPECT_EQ(back, rest);
+}
+
+TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
+  for (const bool dispatch : {false, true}) {
+    resumes_on_another_number_of_processes([&](data::LoaderContext chosen, std::int64_t batch) {
+      chosen.configuration.dispatch_batches(dispatch);
+      return data::prepare_loader(data::loader(stacked(23), options(batch, 1)), chosen);
+    });
+  }
 }
 
 TEST(Sharded, RandomSamplersOfTorchShuffleAlikeOnAllRanks) {
@@ -321,6 +336,19 @@ TEST(Streams, AreShardedOrDispatched) {
           EXPECT_EQ(in_order(gather(loader).real), expected);
         }
       }
+    }
+  }
+}
+
+TEST(Streams, ResumeOnAnotherNumberOfProcesses) {
+  for (const bool dispatch : {false, true}) {
+    for (const std::size_t workers : {0, 1}) {
+      resumes_on_another_number_of_processes([&](data::LoaderContext chosen, std::int64_t batch) {
+        chosen.configuration.dispatch_batches(dispatch);
+        return data::prepare_loader(
+            data::loader(Counter(23), options(batch, workers)).collate(data::collate::stack()),
+            chosen);
+      });
     }
   }
 }
