@@ -272,6 +272,8 @@ void delete_path(const fs::path& path) {
     code.assign(error, std::generic_category());
   } else {
     fs::remove_all(path, code);
+    // Above it is a file: then it is not there.
+    if (code == std::errc::not_a_directory) code.clear();
   }
   if (code) throw_system(code.value(), path, "Could not remove ", path.string());
 }
