@@ -1,6 +1,7 @@
 #include "comm/mpi_progress.hpp"
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 
 #include <torch/csrc/distributed/c10d/exception.h>
@@ -9,12 +10,17 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 
 namespace accelerate::comm {
 
 using std::chrono::microseconds;
 
 namespace {
+
+/// What nobody waits for any more, such as a batch scattered ahead of use, has so long to finish
+/// when the program ends: the other ranks take part in it and end with this one.
+constexpr std::chrono::seconds kGrace{1};
 
 std::atomic<bool> has_failed{false};
 
@@ -196,6 +202,7 @@ void MpiProgress::run() {
   ::prctl(PR_SET_TIMERSLACK, 1000);
   std::vector<MpiOperation> active;
   Pauses pauses;
+  std::optional<Clock::time_point> give_up_at;
   std::unique_lock lock(mutex_);
   while (true) {
     if (!queue_.empty()) pauses.reset();
@@ -217,8 +224,14 @@ void MpiProgress::run() {
       if (!advance(operation)) left.push_back(std::move(operation));
     }
     active = std::move(left);
-    if (stopping) {
-      // Nobody is left who could want them.
+    if (stopping && !give_up_at) give_up_at = Clock::now() + kGrace;
+    if (stopping && Clock::now() > *give_up_at && !active.empty()) {
+      log::warning(
+          text::concat(
+              "The program ends while ", active.size(),
+              " operation(s) over MPI that nobody waited for are still under way. They are "
+              "given up, and MPI is not finalized, which mpiexec may report."),
+          log::Ranks::all);
       for (auto& operation : active) {
         give_up(operation, std::make_exception_ptr(std::runtime_error("the group was shut down")));
       }

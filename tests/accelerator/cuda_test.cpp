@@ -86,6 +86,59 @@ TEST_F(Cuda, Fp16TrainsAndSkipsOverflowingStepsOnAllRanks) {
   accelerator.verify_parameters(model);
 }
 
+// Keeps the stream busy for a while that differs from call to call, so that what is not ordered by
+// events comes out of order.
+torch::Tensor dawdle(torch::Tensor x) {
+  static unsigned calls = 0;
+  calls = calls * 1103515245U + 12345U;
+  const auto size = static_cast<std::int64_t>(64 + (calls >> 16) % 1024);
+  auto busy = torch::ones({size, size}, x.options().requires_grad(false));
+  for (int i = 0; i < 8; ++i) busy = busy.matmul(busy) / static_cast<double>(size);
+  return x + 0 * busy[0][0];
+}
+
+TEST_F(Cuda, ShardedTrainsAsOneProcessWhateverTheDelays) {
+  const auto make_blocks = [] {
+    torch::manual_seed(3);
+    torch::nn::Sequential net;
+    for (int i = 0; i < 6; ++i) {
+      net->push_back(torch::nn::Linear(32, 32));
+      net->push_back(torch::nn::Functional(torch::tanh));
+      net->push_back(torch::nn::Functional(dawdle));
+    }
+    net->to(torch::kDouble);
+    return net;
+  };
+  for (const StrategyKind kind :
+       {StrategyKind::fsdp, StrategyKind::zero1, StrategyKind::zero2, StrategyKind::zero3}) {
+    SCOPED_TRACE(to_string(kind));
+    Accelerator accelerator(AcceleratorOptions().strategy(kind));
+    ASSERT_TRUE(accelerator.device().is_cuda());
+    auto net = make_blocks();
+    auto alone = make_blocks();
+    alone->to(accelerator.device());
+    torch::optim::AdamW adam(net->parameters(), 1e-2);
+    torch::optim::AdamW adam_alone(alone->parameters(), 1e-2);
+    auto [model, optimizer] = accelerator.prepare(net, adam);
+    for (int step = 0; step < 4; ++step) {
+      torch::manual_seed(step);
+      const auto batch =
+          torch::randn({4 * world().size(), 32}, torch::kDouble).to(accelerator.device());
+      accelerator.backward(model(batch.narrow(0, 4 * world().rank(), 4)).square().mean());
+      accelerator.clip_grad_norm_(model, 0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+      alone->forward(batch).square().mean().backward();
+      torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.5);
+      adam_alone.step();
+      adam_alone.zero_grad();
+    }
+    const auto probe = torch::ones({2, 32}, torch::kDouble).to(accelerator.device());
+    const torch::NoGradGuard no_grad;
+    EXPECT_LT((model(probe) - alone->forward(probe)).abs().max().item<double>(), 1e-9);
+  }
+}
+
 TEST_F(Cuda, NcclReducesInAGroupOfOne) {
   if (!comm::have_nccl()) GTEST_SKIP() << "NOT RUN: built without NCCL.";
   const auto backend = comm::make_nccl_backend(c10::make_intrusive<c10d::HashStore>(), 0, 1,

@@ -452,6 +452,20 @@ TEST(Fsdp, MixedPrecisionGathersAndReducesInItsDtypes) {
   }
 }
 
+TEST(Fsdp, AMeanInFp16ThatFitsDoesNotOverflowOnTheWay) {
+  torch::nn::Linear linear(4, 4);
+  const ModuleRecord record(linear.ptr());
+  Fsdp fsdp(record, FsdpOptions().mixed_precision({.reduce_dtype = at::kHalf}), world());
+  fsdp.before_forward({});
+  // fp16 ends at 65504; each rank's gradient is below, and the sum of two above.
+  (linear(at::ones({1, 4})).sum() * 60000.0).backward();
+  fsdp.after_backward();
+  for (const at::Tensor& leaf : leaves_of(fsdp)) {
+    EXPECT_TRUE(at::allclose(leaf.grad(), at::full_like(leaf, 60000.0), 1e-3, 0)) << leaf.grad();
+  }
+  fsdp.restore();
+}
+
 TEST(Fsdp, IgnoredModulesAreLeftAlone) {
   zoo::Specimen specimen = zoo::make("lstm", 3);
   Fsdp fsdp(specimen.record, FsdpOptions().ignored_modules({"head"}), world());
