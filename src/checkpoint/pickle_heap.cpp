@@ -7,8 +7,9 @@
 
 namespace accelerate::checkpoints {
 
-const std::vector<Value>& PickleHeap::tuple_of(const Value& value, std::size_t least,
-                                               std::size_t most, const char* what) const {
+const std::vector<PickleHeap::Value>& PickleHeap::tuple_of(const Value& value, std::size_t least,
+                                                           std::size_t most,
+                                                           const char* what) const {
   if (value.tag != Tag::kTuple || lists_[value.data].size() < least ||
       lists_[value.data].size() > most)
     refuse(what, " are not as expected");
@@ -20,12 +21,12 @@ std::string_view PickleHeap::text_of(const Value& value, const char* what) const
   return texts_[value.data];
 }
 
-std::int64_t int_of(const Value& value, const char* what) const {
+std::int64_t PickleHeap::int_of(const Value& value, const char* what) const {
   if (value.tag != Tag::kInt) refuse(what, " is not an integer");
   return static_cast<std::int64_t>(value.data);
 }
 
-std::vector<std::int64_t> ints_of(const Value& value, const char* what) const {
+std::vector<std::int64_t> PickleHeap::ints_of(const Value& value, const char* what) const {
   if (value.tag != Tag::kTuple) refuse(what, " is not a tuple");
   std::vector<std::int64_t> numbers;
   for (const Value& item : lists_[value.data]) numbers.push_back(int_of(item, what));
@@ -48,7 +49,7 @@ PyValue PickleHeap::value_of(const Value& value, int depth) {
     case Tag::kFloat:
       return std::bit_cast<double>(value.data);
     case Tag::kString:
-      PickleHeap::spend(texts_[value.data].size() / 16);
+      spend(texts_[value.data].size() / 16);
       return std::string(texts_[value.data]);
     case Tag::kBytes:
       spend(texts_[value.data].size() / 16);
@@ -81,7 +82,7 @@ PyValue PickleHeap::value_of(const Value& value, int depth) {
   refuse("a function or a storage stands in it as a value");
 }
 
-void spend(std::uint64_t amount) {
+void PickleHeap::spend(std::uint64_t amount) {
   if (amount > budget_)
     refuse("its values refer to each other so often that they would be far larger than the file");
   budget_ -= amount;

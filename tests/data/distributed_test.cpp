@@ -117,10 +117,11 @@ TEST(Sharded, EverySampleIsRealOnceInTheOrderOfOneProcess) {
 }
 
 // Saved by one process with the whole batch and resumed here, and the other way round: what comes
-// is exactly what was not seen, once. `make(context, batch)` prepares a loader.
+// is exactly what was not seen, once. `make(context, batch)` prepares a loader; one that cannot
+// choose its batches takes `steps` of them alone for one that all processes take together.
 template <class Make>
-void resumes_on_another_number_of_processes(Make&& make) {
-  auto alone = make(context(), 4);
+void resumes_on_another_number_of_processes(Make&& make, int steps = 1) {
+  auto alone = make(context(), 4 / steps);
   Json from_one;
   std::vector<std::int64_t> rest;
   for (int epoch = 0; epoch < 2; ++epoch) {
@@ -128,7 +129,7 @@ void resumes_on_another_number_of_processes(Make&& make) {
       if (!from_one.is_null()) {
         const auto more = values(batch.target);
         rest.insert(rest.end(), more.begin(), more.end());
-      } else if (alone.progress().batches == 3) {
+      } else if (alone.progress().batches == 3 * steps) {
         from_one = alone.state_dict();
       }
     }
@@ -389,6 +390,36 @@ TEST(Samplers, ThatMakeTheBatchesAreSharded) {
   EXPECT_EQ(in_order(seen.real), upto(15));
   EXPECT_EQ(seen.batches[0].front(), (std::vector<std::int64_t>{0}));
   EXPECT_EQ(seen.batches[1].front(), (std::vector<std::int64_t>{1, 2}));
+}
+
+TEST(ReadyMade, AndSamplersThatMakeTheBatchesResumeOnAnotherNumberOfProcesses) {
+  for (const bool dispatch : {false, true}) {
+    resumes_on_another_number_of_processes(
+        [&](data::LoaderContext chosen, std::int64_t batch) {
+          chosen.configuration.dispatch_batches(dispatch);
+          return data::prepare_loader(
+              torch::data::make_data_loader(
+                  stacked(23), torch::data::samplers::SequentialSampler(23), options(batch)),
+              chosen);
+        },
+        world());
+  }
+  struct Chunks {
+    void reset() { first = 0; }
+    std::optional<std::vector<std::size_t>> next() {
+      if (first == 23) return std::nullopt;
+      std::vector<std::size_t> chunk(std::min<std::size_t>(size, 23 - first));
+      for (auto& index : chunk) index = first++;
+      return chunk;
+    }
+    std::size_t size = 0, first = 0;
+  };
+  resumes_on_another_number_of_processes(
+      [&](data::LoaderContext chosen, std::int64_t batch) {
+        return data::prepare_loader(
+            data::loader(stacked(23), Chunks{static_cast<std::size_t>(batch)}, options(1)), chosen);
+      },
+      world());
 }
 
 // ---------------------------------------------------------------- dispatch
