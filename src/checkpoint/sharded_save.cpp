@@ -4,10 +4,10 @@
 #include <accelerate/checkpoint/sharded.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
-#include <accelerate/io/checked_writer.hpp>
 #include <accelerate/io/mapped_file.hpp>
 
 #include "checkpoint/pickler.hpp"
+#include "io/checked_writer.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <nlohmann/json.hpp>

@@ -1,4 +1,4 @@
-#include <accelerate/io/checked_writer.hpp>
+#include "io/checked_writer.hpp"
 
 #include <algorithm>
 #include <utility>

@@ -1,5 +1,4 @@
 #include <accelerate/base/error.hpp>
-#include <accelerate/io/checked_writer.hpp>
 #include <accelerate/io/checksum.hpp>
 #include <accelerate/io/file.hpp>
 #include <accelerate/io/mapped_file.hpp>
@@ -15,6 +14,8 @@
 #include <map>
 #include <random>
 #include <thread>
+
+#include "io/checked_writer.hpp"
 
 namespace accelerate::io {
 namespace {

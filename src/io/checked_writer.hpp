@@ -17,27 +17,27 @@
 
 namespace accelerate::io {
 
-/// A file that is written from its start to its end, with the checksums of its blocks. A thread of
-/// its own checksums and writes what was appended, and has the disk begin while more comes, so that
-/// little is left to wait for at the end. One thread may use it.
+// A file that is written from its start to its end, with the checksums of its blocks. A thread of
+// its own checksums and writes what was appended, and has the disk begin while more comes, so that
+// little is left to wait for at the end. One thread may use it.
 class CheckedWriter {
  public:
-  /// Makes the file, in place of one that is there. `bytes`, if not zero, is how long it will be:
-  /// the space is set aside. Throws CheckpointError.
+  // Makes the file, in place of one that is there. `bytes`, if not zero, is how long it will be:
+  // the space is set aside. Throws CheckpointError.
   explicit CheckedWriter(const std::filesystem::path& path, std::uint64_t bytes = 0);
-  /// Drops what has not been written: call `finish` for a file that is complete.
+  // Drops what has not been written: call `finish` for a file that is complete.
   ~CheckedWriter();
   CheckedWriter(const CheckedWriter&) = delete;
   CheckedWriter& operator=(const CheckedWriter&) = delete;
 
-  /// Has these bytes written behind those before. `keep` holds their memory, which must not change
-  /// until `finish`; without it they are copied. Waits while much is queued. Throws the error of an
-  /// earlier write.
+  // Has these bytes written behind those before. `keep` holds their memory, which must not change
+  // until `finish`; without it they are copied. Waits while much is queued. Throws the error of an
+  // earlier write.
   void append(std::span<const std::byte> bytes, std::shared_ptr<const void> keep = nullptr);
-  /// How many were appended.
+  // How many were appended.
   std::uint64_t size() const noexcept { return size_; }
-  /// Writes what is left, brings the file to the disk and closes it. Returns its blocks' checksums.
-  /// Throws CheckpointError.
+  // Writes what is left, brings the file to the disk and closes it. Returns its blocks' checksums.
+  // Throws CheckpointError.
   std::vector<std::uint64_t> finish();
 
  private:
