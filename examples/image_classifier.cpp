@@ -121,7 +121,7 @@ int train(int argc, char** argv) {
 
   Digits digits(flags->data, Digits::Part::training, flags->scalar_type());
   const int64_t global_batch =
-      flags->batch_size * accelerator.num_processes() * flags->gradient_accumulation_steps;
+      flags->batch_size * accelerator.num_processes() * accelerator.gradient_accumulation_steps();
   const int64_t steps_per_epoch = static_cast<int64_t>(*digits.size()) / global_batch;
   auto schedule = accelerate::optim::cosine_schedule_with_warmup(
       *adam, /*warmup_steps=*/steps_per_epoch / 2, flags->epochs * steps_per_epoch);

@@ -111,7 +111,7 @@ int train(int argc, char** argv) {
 
   Pieces pieces(text, Pieces::Part::training);
   const int64_t global_batch =
-      flags->batch_size * accelerator.num_processes() * flags->gradient_accumulation_steps;
+      flags->batch_size * accelerator.num_processes() * accelerator.gradient_accumulation_steps();
   const int64_t steps_per_epoch = static_cast<int64_t>(*pieces.size()) / global_batch;
   auto schedule = accelerate::optim::cosine_schedule_with_warmup(
       *adam, /*warmup_steps=*/steps_per_epoch / 20, flags->epochs * steps_per_epoch);

@@ -10,6 +10,7 @@
 #include <accelerate/big_model/init_empty.hpp>
 #include <accelerate/big_model/load.hpp>
 #include <accelerate/big_model/sizes.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>
 #include <accelerate/tracking/tensor_bytes.hpp>
 
 #include <torch/nn/functional/normalization.h>
@@ -34,7 +35,7 @@ struct Flags {
   std::string device_map = "auto";
   std::vector<std::string> max_memory;
   std::string dtype = "float32";
-  std::string trace;
+  std::string memory;
   bool json = false;
 };
 
@@ -106,6 +107,12 @@ std::int64_t resident_limit(const accelerate::MaxMemory& limits, const DeviceMap
 
 int run(const Flags& flags) {
   accelerate::tracking::count_cpu_tensors();
+  std::optional<accelerate::tracking::MemoryTracker> tracker;
+  if (!flags.memory.empty()) {
+    tracker.emplace(accelerate::tracking::MemoryTrackerOptions()
+                        .label("sentence_encoder, " + flags.device_map)
+                        .interval(std::chrono::milliseconds(1)));
+  }
   const torch::NoGradGuard no_grad;
   const fs::path folder = flags.model;
   const bert::Config config = read_config(folder);
@@ -159,11 +166,19 @@ int run(const Flags& flags) {
     ids[row].slice(0, 0, static_cast<std::int64_t>(line.size())).copy_(torch::tensor(line));
     mask[row].slice(0, 0, static_cast<std::int64_t>(line.size())).fill_(1);
   }
-  if (!flags.trace.empty()) {
-    model(ids, mask);  // once before, so that the next knows what comes
-    model.offload().trace_residency(flags.trace);
+  at::Tensor embeddings;
+  if (tracker) {
+    model.offload().track(&*tracker);
+    for (const char* name : {"first forward", "second forward"}) {
+      const auto region = tracker->region(name);
+      embeddings = model(ids, mask);
+    }
+    model.offload().track(nullptr);
+    tracker->write(flags.memory);
+  } else {
+    embeddings = model(ids, mask);
   }
-  at::Tensor embeddings = model(ids, mask).to(torch::kDouble);
+  embeddings = embeddings.to(torch::kDouble);
   if (normalizes(folder)) embeddings = torch::nn::functional::normalize(embeddings);
 
   if (flags.json) {
@@ -214,8 +229,10 @@ int main(int argc, char** argv) {
   app.add_option("--dtype", flags.dtype, "What the weights are computed in")
       ->capture_default_str()
       ->check(CLI::IsMember({"float32", "float64", "bfloat16", "float16"}));
-  app.add_option("--trace", flags.trace,
-                 "A file for when which weights came and went, for tools/plot_residency.py");
+  app.add_option("--memory", flags.memory,
+                 "Compute twice, since the first forward shows the second what comes next, and "
+                 "write to this file where memory was and which weights came and went, for "
+                 "tools/plot_memory.py");
   app.add_flag("--json", flags.json,
                "Print nothing but JSON: embeddings, peak_tensor_bytes, weights_read_bytes");
   try {

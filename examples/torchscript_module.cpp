@@ -36,6 +36,9 @@ int train(const std::string& module_path, const std::string& data_path) {
   accelerate::Accelerator accelerator(
       accelerate::AcceleratorOptions().fsdp(accelerate::FsdpOptions()));
   accelerate::set_seed(0);
+  if (!std::ifstream(module_path))
+    throw accelerate::DataError("The module " + module_path +
+                                " cannot be read. Export it first: examples/export_module.py.");
   auto module = torch::jit::load(module_path);
   std::vector<torch::Tensor> parameters;
   for (const auto& parameter : module.parameters()) parameters.push_back(parameter);

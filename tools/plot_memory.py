@@ -2,10 +2,12 @@
 """Draws memory files, as the trainers' --memory and accelerate::tracking::MemoryTracker write them, side by side.
 
     tools/plot_memory.py ddp.json fsdp.json --output memory.svg
+    sentence_encoder --model FOLDER --text "..." --device-map disk --memory disk.json
 
 Each file becomes a column. Areas are the bytes of tensors by kind; the line above them is their exact peak between two
 samples. On a GPU the device allocator's bytes are drawn instead of areas. The dotted line is the resident set (only with
---resident: it includes LibTorch itself). Regions are bands at the bottom. docs/memory.md describes the format.
+--resident: it includes LibTorch itself). Regions are bands at the bottom. Where weights came and went there is a row for
+each module: light while its weights are fetched or wait, dark from their first use on. docs/memory.md describes the format.
 """
 
 import argparse
@@ -19,6 +21,7 @@ KINDS = {
     "optimizer_state": ("optimizer state", "#aa3377"),
     "other": ("activations and others", "#66ccee"),
 }
+FETCHED, IN_USE = "#a9c4e0", "#4477aa"
 REGION_COLOURS = ["#bbbbbb", "#888888", "#dddddd", "#666666"]
 
 
@@ -103,6 +106,30 @@ def draw(axes, bands, process, chosen, start, end, unit, resident):
     bands.set_xlim(start, end)
 
 
+def visits_within(process, start, end):
+    visits = [visit for visit in process.get("visits", []) if visit["end_ns"] / 1e9 >= start and visit["begin_ns"] / 1e9 <= end]
+    return sorted(visits, key=lambda visit: visit["begin_ns"])
+
+
+def draw_visits(axes, visits):
+    rows = {}
+    for visit in visits:
+        rows.setdefault((visit["name"], visit["bytes"], visit["from"], visit["place"]), []).append(visit)
+    for row, spans in enumerate(rows.values()):
+        begins, uses, ends = ([visit[key] / 1e9 for visit in spans] for key in ("begin_ns", "used_ns", "end_ns"))
+        axes.broken_barh([(begin, use - begin) for begin, use in zip(begins, uses)], (row - 0.4, 0.8), color=FETCHED)
+        axes.broken_barh([(use, end - use) for use, end in zip(uses, ends)], (row - 0.4, 0.8), color=IN_USE)
+    labels = []
+    for name, size, *_ in rows:
+        unit, per = scale(size)
+        labels.append(f"{name} ({size / per:.1f} {unit})")
+    axes.set_yticks(range(len(rows)), labels, fontsize=5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    ways = sorted({f"{source} to {place}" for _, _, source, place in rows})
+    axes.set_title(f"weights, {' and '.join(ways)}: fetched (light), in use (dark)", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a memory file; each becomes a column")
@@ -123,9 +150,13 @@ def main(arguments):
             fail(f"{path} has no bytes of tensors: its program did not call tracking::count_cpu_tensors().")
     spans = [(options.start, min(options.end, process["clock"]["length_ns"] / 1e9)) for process in processes]
     chosen = [within(process, *span) for process, span in zip(processes, spans)]
-    for path, indexes, span in zip(options.files, chosen, spans):
+    visits = [visits_within(process, *span) for process, span in zip(processes, spans)]
+    for path, process, indexes, span in zip(options.files, processes, chosen, spans):
         if not indexes:
             fail(f"{path} has no sample between {span[0]:g} s and {span[1]:g} s.")
+        kept = process["sampling"].get("visits_kept_one_in", 1)
+        if kept > 1:
+            print(f"plot_memory: {path} has one in {kept} of the times that weights came; there were too many.", file=sys.stderr)
     name, unit = scale(max(largest(process, options.resident, indexes) for process, indexes in zip(processes, chosen)))
 
     try:
@@ -137,10 +168,17 @@ def main(arguments):
     matplotlib.rcParams["svg.hashsalt"] = "accelerate-cpp"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(processes), figsize=(1 + 4.2 * len(processes), 4.4), sharey="row", sharex="col",
-                                   squeeze=False, height_ratios=[5, 1], layout="constrained")
+    # Inches of height; the rows of weights only where there are some.
+    modules = max(len({visit["name"] for visit in each}) for each in visits)
+    heights = [3.0, *([0.3 + 0.1 * modules] if modules else []), 0.6]
+    figure, axes = pyplot.subplots(len(heights), len(processes), figsize=((5 if modules else 1) + 4.2 * len(processes), sum(heights) + 0.8),
+                                   sharex="col", squeeze=False, height_ratios=heights, layout="constrained")
     for column, (path, process) in enumerate(zip(options.files, processes)):
-        top, bands = axes[0][column], axes[1][column]
+        top, bands = axes[0][column], axes[-1][column]
+        top.sharey(axes[0][0])
+        bands.sharey(axes[-1][0])
+        if modules:
+            draw_visits(axes[1][column], visits[column])
         draw(top, bands, process, chosen[column], *spans[column], unit, options.resident)
         label = options.label[column] if column < len(options.label) else process["label"] or path.stem
         peak = process["peaks"]["device" if on_device(process) else "tensors"] / unit

@@ -27,11 +27,13 @@ at::ScalarType Flags::scalar_type() const { return dtype == "float64" ? at::kDou
 
 accelerate::AcceleratorOptions Flags::accelerator_options() const {
   accelerate::AcceleratorOptions options;
-  options.strategy(accelerate::strategy_from_string(strategy))
-      .mixed_precision(accelerate::mixed_precision_from_string(mixed_precision))
-      .gradient_accumulation_steps(gradient_accumulation_steps)
-      .per_process_scheduler_steps(false)
-      .dataloader(accelerate::data::DataLoaderConfiguration().data_seed(seed));
+  options.per_process_scheduler_steps(false).dataloader(
+      accelerate::data::DataLoaderConfiguration().data_seed(seed));
+  if (strategy) options.strategy(accelerate::strategy_from_string(*strategy));
+  if (mixed_precision)
+    options.mixed_precision(accelerate::mixed_precision_from_string(*mixed_precision));
+  if (gradient_accumulation_steps)
+    options.gradient_accumulation_steps(*gradient_accumulation_steps);
   if (!checkpoint_dir.empty()) {
     auto project = accelerate::ProjectConfiguration()
                        .project_dir(checkpoint_dir)
@@ -80,15 +82,17 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
                            bool has_layers) {
   CLI::App app(description);
   app.option_defaults()->always_capture_default();
-  app.add_option("--strategy", flags.strategy, "how the processes share the work")
+  app.add_option("--strategy", flags.strategy,
+                 "how the processes share the work; auto unless the environment says otherwise")
       ->check(CLI::IsMember({"auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"}));
-  app.add_option("--mixed-precision", flags.mixed_precision, "the dtype forward computes in")
+  app.add_option("--mixed-precision", flags.mixed_precision,
+                 "the dtype forward computes in; no unless the environment says otherwise")
       ->check(CLI::IsMember({"no", "fp16", "bf16"}));
   app.add_option("--dtype", flags.dtype,
                  "the dtype of parameters; float64 tells a bug from rounding")
       ->check(CLI::IsMember({"float32", "float64"}));
   app.add_option("--gradient-accumulation-steps", flags.gradient_accumulation_steps,
-                 "micro-batches an optimizer step")
+                 "micro-batches an optimizer step; 1 unless the environment says otherwise")
       ->check(number(1));
   app.add_option("--batch-size", flags.batch_size, "samples a micro-batch, per process")
       ->check(number(1));
@@ -136,11 +140,6 @@ std::optional<Flags> parse(int argc, char** argv, const std::string& description
     return std::nullopt;
   } catch (const CLI::ParseError& error) {
     throw accelerate::ConfigError(std::string(error.what()) + ". Run with --help for the flags.");
-  }
-  if (flags.mixed_precision != "no" && flags.dtype != "float32") {
-    throw accelerate::ConfigError(
-        "--mixed-precision " + flags.mixed_precision + " and --dtype " + flags.dtype +
-        " were both given. Mixed precision trains float32 parameters: drop one of the two.");
   }
   if (flags.checkpoint_dir.empty() &&
       (flags.checkpoint_every > 0 || flags.checkpoint_limit > 0 || flags.resume == "latest")) {
@@ -207,6 +206,12 @@ std::vector<double> to_doubles(const std::vector<at::Tensor>& values) {
 Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
                    std::vector<at::Tensor> parameters)
     : accelerator_(accelerator), flags_(flags), parameters_(std::move(parameters)) {
+  if (accelerator.mixed_precision() != accelerate::MixedPrecision::no && flags.dtype != "float32") {
+    throw accelerate::ConfigError(accelerate::text::concat(
+        "Mixed precision ", accelerate::to_string(accelerator.mixed_precision()), " and --dtype ",
+        flags.dtype,
+        " were both asked for. Mixed precision trains float32 parameters: drop one of the two."));
+  }
   if (!flags.memory.empty()) {
     for (const at::Tensor& parameter : parameters_)
       accelerate::tracking::label(parameter, accelerate::MemoryKind::parameters);
@@ -220,8 +225,10 @@ Recorder::Recorder(accelerate::Accelerator& accelerator, const Flags& flags,
     // A path that cannot be written is found out now, and not after training.
     if (accelerator.is_main_process()) memory_->write(flags.memory);
   }
-  accelerator_.world().reset_traffic();
+  forget_traffic();
 }
+
+void Recorder::forget_traffic() { accelerator_.world().reset_traffic(); }
 
 void Recorder::phase(const std::string& name) {
   phase_.reset();
@@ -243,6 +250,11 @@ void Recorder::micro_batch(const at::Tensor& loss, const at::Tensor& ids) {
 
 void Recorder::step(const at::Tensor& grad_norm) {
   grad_norms_.push_back(grad_norm.detach());
+  for (const auto& [kind, count] : accelerator_.world().traffic().by_kind) {
+    traffic_[kind].calls += count.calls;
+    traffic_[kind].bytes += count.bytes;
+  }
+  forget_traffic();
   last_step_end_ = std::chrono::steady_clock::now();
   if (steps_++ == 0) {
     seconds_to_first_step_ = seconds_since_process_start();
@@ -258,10 +270,9 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   const Json peaks{{"resident", peak_resident_bytes()},
                    {"tensors", accelerate::tracking::tensor_bytes().peak}};
   const Json memory = memory_ ? memory_->to_json() : Json();
-  // Traffic first: what follows is the summary's own.
   Json bytes = Json::object();
   Json calls = Json::object();
-  for (const auto& [kind, count] : accelerator_.world().traffic().by_kind) {
+  for (const auto& [kind, count] : traffic_) {
     bytes[kind] =
         static_cast<double>(count.bytes) / static_cast<double>(std::max<std::int64_t>(steps_, 1));
     calls[kind] =
@@ -269,7 +280,7 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   }
   const std::chrono::duration<double> timed = last_step_end_ - first_step_end_;
 
-  const std::int64_t micro = flags_.gradient_accumulation_steps;
+  const std::int64_t micro = accelerator_.gradient_accumulation_steps();
   std::vector<double> losses;
   if (steps_ > 0) {
     const at::Tensor own = at::stack(losses_)
@@ -321,7 +332,7 @@ Json Recorder::finish(accelerate::PreparedModuleBase& model, const Json& eval) {
   summary["steps"] = steps_;
   summary["world_size"] = accelerator_.num_processes();
   summary["strategy"] = accelerate::to_string(accelerator_.strategy());
-  summary["mixed_precision"] = flags_.mixed_precision;
+  summary["mixed_precision"] = accelerate::to_string(accelerator_.mixed_precision());
   summary["seconds_to_first_step"] = seconds_to_first_step_;
   summary["steps_per_second"] = steps_ > 1 ? static_cast<double>(steps_ - 1) / timed.count() : 0.0;
   summary["peak_memory_bytes"] = resident;
@@ -350,11 +361,13 @@ Checkpoints::Checkpoints(accelerate::Accelerator& accelerator, const Flags& flag
   if (flags_.resume.empty()) return;
   accelerator_.load_state(flags_.resume == "latest" ? "" : flags_.resume);
   saved_at_ = recorder_.steps();
+  recorder_.forget_traffic();
 }
 
 void Checkpoints::save() {
   accelerator_.save_state();
   saved_at_ = recorder_.steps();
+  recorder_.forget_traffic();
 }
 
 bool Checkpoints::after_step() {

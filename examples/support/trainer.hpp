@@ -17,10 +17,11 @@ namespace trainer {
 
 /// The flags of every trainer. docs/trainers.md describes them.
 struct Flags {
-  std::string strategy = "auto";
-  std::string mixed_precision = "no";
+  // What is not given comes from the environment or the configuration file.
+  std::optional<std::string> strategy;
+  std::optional<std::string> mixed_precision;
   std::string dtype = "float32";
-  std::int64_t gradient_accumulation_steps = 1;
+  std::optional<std::int64_t> gradient_accumulation_steps;
   std::int64_t batch_size = 32;
   std::int64_t epochs = 1;
   std::int64_t max_steps = 0;  ///< 0: no limit
@@ -73,6 +74,8 @@ class Recorder {
 
   /// One micro-batch is done: its mean loss and the ids of its samples. Ends the phase.
   void micro_batch(const at::Tensor& loss, const at::Tensor& ids);
+  /// What the processes have sent since the last step is no part of a step.
+  void forget_traffic();
   /// One optimizer step, with the norm of the gradients before clipping.
   void step(const at::Tensor& grad_norm);
   /// Steps since training began, in the runs before this one too.
@@ -98,6 +101,7 @@ class Recorder {
   std::vector<at::Tensor> grad_norms_;
   std::vector<at::Tensor> ids_;
   std::int64_t steps_before_ = 0;
+  std::map<std::string, accelerate::comm::Traffic::Count> traffic_;  // of steps
   std::int64_t steps_ = 0;
   double seconds_to_first_step_ = 0.0;
   std::chrono::steady_clock::time_point first_step_end_;

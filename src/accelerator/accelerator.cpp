@@ -2,6 +2,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
+#include <accelerate/intercept/key.hpp>
 #include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
@@ -65,7 +66,7 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   const Environment environment = Environment::process();
   const ResolvedOptions resolved =
       resolve(options, environment, read_config_file(options, environment));
-  state_ = &State::initialize(resolved.state, environment);
+  state_ = State::initialize(resolved.state, environment);
   mixed_precision_ = resolved.mixed_precision;
   check_supported(mixed_precision_, device());
   strategy_ = resolved.strategy;
@@ -118,6 +119,17 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
                                                                       bool evaluation_mode) {
   for (ModuleEntry& entry : modules_) {
     if (entry.identity == identity && (entry.trained || evaluation_mode)) return entry.core;
+  }
+  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+    for (const auto& [name, tensor] : *tensors) {
+      if (!intercept::is_tagged(tensor)) continue;
+      throw StateError(text::concat(
+          "The module's ", name,
+          " comes and goes already: the module was dispatched by a device map, or another "
+          "Accelerator has sharded it. A dispatched module needs no prepare(): call what "
+          "dispatch_model returned. To train it, call remove_offload() first and prepare it "
+          "then."));
+    }
   }
   const auto trainable = [](const NamedTensor& entry) { return entry.tensor.requires_grad(); };
   const auto elsewhere = [&](const NamedTensor& entry) {
@@ -249,8 +261,18 @@ void Accelerator::require_prepared_optimizers() const {
   // A bare optimizer would step on scaled or partial gradients, or on none where the parameters are
   // sharded. In the plain case it is harmless.
   const bool partial = scaler_ || gradient_state_->num_steps() > 1;
+  const bool stranger =
+      std::any_of(optimizers_.begin(), optimizers_.end(),
+                  [](const auto& optimizer) { return optimizer->strategies().empty(); });
   for (const ModuleEntry& entry : modules_) {
     if (!entry.core->used_since_backward || !entry.trained || entry.has_optimizer) continue;
+    if (stranger) {
+      throw StateError(
+          "A prepared optimizer holds no parameter of any prepared module, and a prepared module "
+          "that is trained has no optimizer: the optimizer was made of other parameters, such as "
+          "those of a copy, or of a module before it was replaced. Make it of the parameters of "
+          "the module that is given to prepare().");
+    }
     if (!partial && !entry.core->strategy->owns_leaves()) continue;
     throw StateError(
         text::concat("No prepared optimizer holds the parameters of a prepared module, and ",
@@ -321,8 +343,20 @@ void Accelerator::require_whole_gradients(const char* operation) const {
       "averaged over the ranks. Call it only if accelerator.sync_gradients()."));
 }
 
+namespace {
+
+void require_limit(const char* operation, double limit) {
+  if (limit >= 0) return;
+  throw ConfigError(
+      text::concat(operation, " was given the limit ", limit,
+                   ", and a number from 0 up was expected (infinity clips nothing)."));
+}
+
+}  // namespace
+
 at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm,
                                         double norm_type) {
+  require_limit("clip_grad_norm_()", max_norm);
   require_whole_gradients("clip_grad_norm_()");
   unscale_gradients();
   const at::NoGradGuard no_grad;
@@ -334,6 +368,7 @@ at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_no
 
 at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                                         double norm_type) {
+  require_limit("clip_grad_norm_()", max_norm);
   require_whole_gradients("clip_grad_norm_()");
   for (const at::Tensor& parameter : parameters) {
     for (const ModuleEntry& entry : modules_) {
@@ -360,6 +395,7 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
 }
 
 void Accelerator::clip_grad_value_(PreparedModuleBase& model, double limit) {
+  require_limit("clip_grad_value_()", limit);
   require_whole_gradients("clip_grad_value_()");
   unscale_gradients();
   model.strategy().clip_grad_value_(limit);

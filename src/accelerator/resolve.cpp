@@ -72,9 +72,11 @@ class Sources {
     const auto setting = find(variable, key);
     if (!setting) return std::nullopt;
     const auto seconds = text::to_double(setting->text);
-    if (!seconds || *seconds < 0) {
+    constexpr double kMost = 1e9;
+    if (!seconds || !(*seconds >= 0 && *seconds <= kMost)) {
       throw ConfigError(text::concat(setting->where, " is \"", setting->text,
-                                     "\", and a number of seconds was expected."));
+                                     "\", and a number of seconds up to ", kMost,
+                                     " was expected."));
     }
     return Milliseconds(static_cast<std::int64_t>(*seconds * 1e3));
   }

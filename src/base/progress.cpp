@@ -30,7 +30,14 @@ std::size_t terminal_width() {
   return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
+constexpr const char* kBytes = "bytes";
+
+std::string amount_text(std::int64_t amount, const std::string& unit) {
+  return unit == kBytes ? text::format_bytes(amount) : std::to_string(amount);
+}
+
 std::string rate_text(double rate, const std::string& unit) {
+  if (unit == kBytes) return text::format_bytes(static_cast<std::int64_t>(rate)) + "/s";
   char number[32];
   if (rate >= 1.0 || rate <= 0.0) {
     std::snprintf(number, sizeof number, rate >= 100.0 ? "%.0f" : "%.2f", rate);
@@ -76,7 +83,11 @@ struct Progress::State {
     done = value;
     if (!enabled) return;
     const auto now = Clock::now();
-    if (now - written >= interval) write(now);
+    if (now - written >= interval && !is_early(now)) write(now);
+  }
+
+  bool is_early(Clock::time_point now) const {
+    return std::chrono::duration<double>(now - start).count() < options.delay();
   }
 
   void write(Clock::time_point now) {
@@ -112,7 +123,7 @@ struct Progress::State {
   std::string line(Clock::time_point now) const {
     const double elapsed = std::chrono::duration<double>(now - start).count();
     std::string before = options.description().empty() ? "" : options.description() + " ";
-    std::string after = std::to_string(done);
+    std::string after = amount_text(done, options.unit());
     double share = -1.0;
     if (options.total()) {
       const std::int64_t total = *options.total();
@@ -122,9 +133,10 @@ struct Progress::State {
       char percent[16];
       std::snprintf(percent, sizeof percent, "%3.0f%%", share * 100.0);
       before += percent;
-      after += text::concat("/", total);
+      after += "/" + amount_text(total, options.unit());
     }
-    after += " " + options.unit() + ", " + text::format_seconds(elapsed);
+    if (options.unit() != kBytes) after += " " + options.unit();
+    after += ", " + text::format_seconds(elapsed);
     if (options.total() && rate > 0.0 && done < *options.total()) {
       after += ", " + text::format_seconds(static_cast<double>(*options.total() - done) / rate) +
                " left";
@@ -175,7 +187,8 @@ void Progress::text(std::string text) {
 
 void Progress::close() {
   if (!state_ || !state_->enabled) return;
-  state_->write_last(Clock::now());
+  const auto now = Clock::now();
+  if (!state_->is_early(now)) state_->write_last(now);
   state_->enabled = false;
 }
 

@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <exception>
 #include <optional>
 
@@ -11,8 +12,12 @@ namespace accelerate::big_model {
 
 class Bringer::Job {
  public:
-  std::function<void()> fill;
-  enum class State { waiting, running, done } state = State::waiting;
+  std::size_t pieces = 0;
+  std::function<void(std::size_t)> fill;
+  std::atomic<std::size_t> next{0};
+  // The rest is guarded by the mutex, but for events, which the one piece of a job with streams has
+  // to itself.
+  std::size_t done = 0;
   std::exception_ptr error;
   std::optional<c10::Event> ready;   // the memory to be filled is no longer used
   std::optional<c10::Event> filled;  // the copies are done
@@ -40,8 +45,10 @@ Bringer::~Bringer() {
   thread_.join();
 }
 
-std::shared_ptr<Bringer::Job> Bringer::start(std::function<void()> fill) {
+std::shared_ptr<Bringer::Job> Bringer::start(std::size_t pieces,
+                                             std::function<void(std::size_t)> fill) {
   auto job = std::make_shared<Job>();
+  job->pieces = pieces;
   job->fill = std::move(fill);
   if (streams_) {
     // The memory may have been another unit's, whose last kernel is still under way.
@@ -56,38 +63,45 @@ std::shared_ptr<Bringer::Job> Bringer::start(std::function<void()> fill) {
   return job;
 }
 
-void Bringer::run(Job& job) {
-  try {
-    if (streams_) {
-      struct Restore {
-        const c10::impl::VirtualGuardImpl& guard;
-        c10::Stream before;
-        ~Restore() { guard.exchangeStream(before); }
-      } restore{streams_->guard, streams_->guard.exchangeStream(streams_->copies)};
-      job.ready->block(streams_->copies);
-      job.fill();
-      job.filled.emplace(device_.type());
-      job.filled->record(streams_->copies);
-    } else {
-      job.fill();
+void Bringer::run(Job& job, std::size_t piece) {
+  if (!streams_) return job.fill(piece);
+  struct Restore {
+    const c10::impl::VirtualGuardImpl& guard;
+    c10::Stream before;
+    ~Restore() { guard.exchangeStream(before); }
+  } restore{streams_->guard, streams_->guard.exchangeStream(streams_->copies)};
+  job.ready->block(streams_->copies);
+  job.fill(piece);
+  job.filled.emplace(device_.type());
+  job.filled->record(streams_->copies);
+}
+
+// All pieces that nobody else takes.
+void Bringer::run_all(Job& job) {
+  for (std::size_t piece; (piece = job.next.fetch_add(1)) < job.pieces;) {
+    std::exception_ptr error;
+    try {
+      run(job, piece);
+    } catch (...) {
+      error = std::current_exception();
     }
-  } catch (...) {
-    job.error = std::current_exception();
+    const std::lock_guard lock(mutex_);
+    ++job.done;
+    if (error) {
+      // What nobody has taken need not be filled any more.
+      const std::size_t taken = job.next.exchange(job.pieces);
+      if (taken < job.pieces) job.done += job.pieces - taken;
+      if (!job.error) job.error = error;
+    }
+    if (job.done == job.pieces) changed_.notify_all();
   }
 }
 
 void Bringer::finish(Job& job) {
+  run_all(job);
   std::unique_lock lock(mutex_);
-  if (job.state == Job::State::waiting) {
-    job.state = Job::State::running;
-    lock.unlock();
-    run(job);
-    lock.lock();
-    job.state = Job::State::done;
-  } else {
-    changed_.wait(lock, [&] { return job.state == Job::State::done; });
-  }
-  job.fill = nullptr;
+  changed_.wait(lock, [&] { return job.done == job.pieces; });
+  job.fill = nullptr;  // lets go of the buffer, which the thread may hold a while longer
   if (job.error) std::rethrow_exception(job.error);
   if (job.filled) job.filled->block(streams_->guard.getStream(device_));
 }
@@ -98,15 +112,11 @@ void Bringer::work() {
   for (;;) {
     changed_.wait(lock, [&] { return closed_ || !waiting_.empty(); });
     if (closed_) return;
-    const std::shared_ptr<Job> job = waiting_.front();
+    const std::shared_ptr<Job> job = std::move(waiting_.front());
     waiting_.pop_front();
-    if (job->state != Job::State::waiting) continue;
-    job->state = Job::State::running;
     lock.unlock();
-    run(*job);
+    run_all(*job);
     lock.lock();
-    job->state = Job::State::done;
-    changed_.notify_all();
   }
 }
 

@@ -121,7 +121,11 @@ std::vector<std::int64_t> CheckpointSource::shape(std::string_view name) const {
 
 void CheckpointSource::read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
                                  const at::Tensor& tensor) const {
-  if (store_.find(name) != nullptr) return store_.read_rows(name, begin, end, tensor);
+  if (const WeightStore::Entry* entry = store_.find(name)) {
+    // An offload folder has a file for each weight, too many to keep open.
+    if (!mapped_) return store_.read_rows(name, begin, end, tensor);
+    return entry->read_rows(files_.at(entry->file), name, begin, end, tensor);
+  }
   const intercept::Quiet quiet;
   at::Tensor from = tensors_.find(name)->second;
   if (from.dim() == 0) from = from.unsqueeze(0);

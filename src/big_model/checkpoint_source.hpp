@@ -2,6 +2,7 @@
 
 #include <accelerate/big_model/weight_store.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
+#include <big_model/open_files.hpp>
 
 #include <cstdint>
 #include <filesystem>
@@ -42,6 +43,7 @@ class CheckpointSource {
   void add_pt(const std::filesystem::path& file);
 
   WeightStore store_;
+  mutable OpenFiles files_;
   std::map<std::string, at::Tensor, std::less<>> tensors_;  // in mapped files
   std::optional<checkpoints::TensorReader> mapped_;
 };

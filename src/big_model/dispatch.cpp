@@ -42,10 +42,21 @@ struct RefuseGradient final : torch::autograd::PostAccumulateGradHook {
   }
 };
 
+std::string accelerators_text(int devices) {
+  return devices == 0 ? "no accelerator" : text::concat("those from 0 to ", devices - 1);
+}
+
 at::Device device_of(Place place) {
   return place.kind == Place::Kind::accelerator
              ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(place.index))
              : at::Device(at::kCPU);
+}
+
+void check_device(at::Device device) {
+  const int devices = cuda_device_count();
+  if (!device.is_cuda() || device.index() < devices) return;
+  throw ConfigError(text::concat("Weights are to be computed with on ", device.str(),
+                                 ", and this machine has ", accelerators_text(devices), "."));
 }
 
 at::Device choose_main_device(const DeviceMap& map, const OffloadOptions& options) {
@@ -54,14 +65,15 @@ at::Device choose_main_device(const DeviceMap& map, const OffloadOptions& option
   for (const auto& [name, place] : map) {
     if (place.kind != Place::Kind::accelerator) continue;
     if (place.index >= devices) {
-      throw ConfigError(text::concat(
-          "The device map puts '", name, "' on the accelerator ", place.index,
-          ", and this machine has ",
-          devices == 0 ? std::string("none") : text::concat("those from 0 to ", devices - 1), "."));
+      throw ConfigError(text::concat("The device map puts '", name, "' on the accelerator ",
+                                     place.index, ", and this machine has ",
+                                     accelerators_text(devices), "."));
     }
     if (!first || place.index < first->index()) first = device_of(place);
   }
-  return options.main_device().value_or(first.value_or(at::Device(at::kCPU)));
+  const at::Device main = options.main_device().value_or(first.value_or(at::Device(at::kCPU)));
+  check_device(main);
+  return main;
 }
 
 }  // namespace
@@ -349,9 +361,7 @@ void Dispatched::reset_statistics() {
   impl_->residency->reset_counts();
 }
 
-void Dispatched::trace_residency(const std::filesystem::path& file) {
-  impl_->residency->trace(file);
-}
+void Dispatched::track(tracking::MemoryTracker* tracker) { impl_->residency->track(tracker); }
 
 void Dispatched::remove_offload() {
   if (!impl_->engine) return;
@@ -402,9 +412,8 @@ Dispatched::Forward::~Forward() {
   try {
     if (state_->inference) impl.engine->end_pass();
     impl.residency->rest();
-    impl.residency->write_trace(impl.engine->units());
   } catch (const std::exception& error) {
-    // Weights that were fetched ahead and not used; or the trace's file. The forward is over.
+    // Weights that were fetched ahead and not used. The forward is over.
     log::warning(text::concat("After the forward of a dispatched module: ", describe(error)));
   }
 }
@@ -434,6 +443,7 @@ struct CpuOffloadHook::State {
 CpuOffloadHook::CpuOffloadHook(ModuleRecord module, at::Device execution_device,
                                std::optional<CpuOffloadHook> previous)
     : state_(new State{std::move(module), execution_device, std::move(previous)}) {
+  check_device(execution_device);
   state_->module.to(at::kCPU);
 }
 

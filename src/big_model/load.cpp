@@ -1,6 +1,5 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
-#include <accelerate/base/progress.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/big_model/load.hpp>
 #include <accelerate/big_model/sizes.hpp>
@@ -20,7 +19,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <map>
 #include <set>
 #include <system_error>
@@ -94,6 +92,8 @@ class Loader {
 
   LoadReport load() {
     const intercept::Quiet quiet;
+    if (options_.progress())
+      bar_.emplace(ProgressOptions(options_.bar()).total(bytes_to_read()).unit("bytes"));
     leave_on_disk();
     std::vector<Piece> pieces;
     std::vector<at::Tensor> targets;
@@ -113,6 +113,7 @@ class Loader {
       cut(weight, target, mapped.defined(), pieces);
     }
     read(pieces);
+    bar_.reset();
     std::size_t next = 0;
     for (const Weight& weight : weights_) {
       if (weight.place == Place::disk()) continue;
@@ -230,7 +231,8 @@ class Loader {
             if (values.numel() == 0) return values;
             source_.read_rows(weight.stored_as, 0, values.dim() == 0 ? 1 : values.size(0),
                               values.dim() == 0 ? values.unsqueeze(0) : values);
-            report_.bytes += static_cast<std::int64_t>(values.nbytes());
+            report_.bytes += stored_bytes(weight, values.numel());
+            if (bar_) bar_->set(report_.bytes);
             return values;
           });
     } else if (const WeightStore* store = source_.store()) {
@@ -269,20 +271,11 @@ class Loader {
   }
 
   void read(const std::vector<Piece>& pieces) {
-    std::int64_t total = 0;
-    for (const Piece& piece : pieces) total += static_cast<std::int64_t>(piece.rows.nbytes());
     if (pieces.empty()) return;
     const std::size_t wanted =
         options_.threads() > 0 ? static_cast<std::size_t>(options_.threads()) : reading_threads();
-    std::atomic<std::int64_t> done{0};
-    constexpr std::int64_t kMiB = 1 << 20;
-    std::optional<Progress> bar;
-    const auto begin = std::chrono::steady_clock::now();
-    const auto watch = [&] {
-      if (!bar && std::chrono::steady_clock::now() - begin > std::chrono::milliseconds(500))
-        bar.emplace(ProgressOptions(total / kMiB).description("Loading weights").unit("MiB"));
-      if (bar) bar->set(done.load() / kMiB);
-    };
+    std::atomic<std::int64_t> done{report_.bytes};
+    const auto watch = [&] { bar_->set(done.load()); };
     in_threads(
         std::min(wanted, pieces.size()), pieces.size(),
         [&] {
@@ -294,12 +287,26 @@ class Loader {
             } else {
               source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
             }
-            done += static_cast<std::int64_t>(piece.rows.nbytes());
+            done += stored_bytes(*piece.weight, piece.rows.numel());
           };
         },
-        options_.progress() ? std::function<void()>(watch) : nullptr);
-    if (bar) bar->set(total / kMiB);
-    report_.bytes += total;
+        bar_ ? std::function<void()>(watch) : nullptr);
+    report_.bytes = done.load();
+    if (bar_) bar_->set(report_.bytes);
+  }
+
+  // Weights on the disk are read only when they are copied.
+  std::int64_t bytes_to_read() const {
+    std::int64_t total = 0;
+    for (const Weight& weight : weights_) {
+      if (weight.place == Place::disk() && options_.offload_folder().empty()) continue;
+      total += stored_bytes(weight, weight.entry.tensor.numel());
+    }
+    return total;
+  }
+
+  std::int64_t stored_bytes(const Weight& weight, std::int64_t elements) const {
+    return elements * static_cast<std::int64_t>(c10::elementSize(source_.dtype(weight.stored_as)));
   }
 
   const ModuleRecord& module_;
@@ -312,6 +319,7 @@ class Loader {
   std::vector<Weight> weights_;
   std::vector<std::string> differences_;
   LoadReport report_;
+  std::optional<Progress> bar_;
 };
 
 }  // namespace

@@ -1,24 +1,22 @@
 #include <accelerate/base/error.hpp>
-#include <accelerate/base/json.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/io/file.hpp>
 #include <big_model/huge_pages.hpp>
 #include <big_model/offload_residency.hpp>
 #include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <nlohmann/json.hpp>
+
+#include <algorithm>
 
 namespace accelerate::big_model {
 
 using intercept::Unit;
 using intercept::UnitParameter;
+using Clock = std::chrono::steady_clock;
 
-namespace {
-// A trace that nobody ends must not eat the memory.
-constexpr std::size_t kMostTraced = 1 << 20;
-}  // namespace
+// Small enough for two threads to end together, large enough to cost nothing.
+constexpr std::int64_t kPieceBytes = std::int64_t{4} << 20;
 
 OffloadResidency::OffloadResidency(at::Device device, WeightStore store)
     : device_(device), store_(std::move(store)), bringer_(device) {}
@@ -41,21 +39,34 @@ at::Tensor OffloadResidency::whole(const at::Tensor& weight) const {
   return values;
 }
 
-void OffloadResidency::fill(const Unit& unit, const at::Tensor& buffer) {
-  std::int64_t read = 0;
-  for (const UnitParameter& parameter : unit.parameters()) {
-    const Source& from = source(parameter.parameter);
-    const at::Tensor place = Unit::over(buffer, parameter);
-    if (from.home.defined()) {
-      place.copy_(from.home, /*non_blocking=*/true);
-    } else {
-      store_.read(from.stored_as, place);
-      read += store_.find(from.stored_as)->bytes();
-    }
+std::vector<OffloadResidency::Piece> OffloadResidency::cut(const Unit& unit,
+                                                           std::int64_t most_bytes) const {
+  std::vector<Piece> pieces;
+  for (const UnitParameter& weight : unit.parameters()) {
+    const std::int64_t rows = weight.parameter.dim() == 0 ? 1 : weight.parameter.size(0);
+    const std::int64_t row_bytes = static_cast<std::int64_t>(weight.parameter.nbytes()) / rows;
+    const std::int64_t step = std::max<std::int64_t>(1, most_bytes / row_bytes);
+    for (std::int64_t row = 0; row < rows; row += step)
+      pieces.push_back({&weight, row, std::min(row + step, rows)});
   }
+  return pieces;
+}
+
+void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files) {
+  const auto rows_of = [&](const at::Tensor& weight) {
+    return weight.dim() == 0 ? weight.unsqueeze(0)
+                             : weight.narrow(0, piece.begin, piece.end - piece.begin);
+  };
+  const Source& from = source(piece.weight->parameter);
+  const at::Tensor rows = rows_of(Unit::over(buffer, *piece.weight));
+  if (from.home.defined()) {
+    rows.copy_(rows_of(from.home), /*non_blocking=*/true);
+    return;
+  }
+  const WeightStore::Entry& stored = *store_.find(from.stored_as);
+  stored.read_rows(files.at(stored.file), from.stored_as, piece.begin, piece.end, rows);
   const std::lock_guard lock(mutex_);
-  counts_.read_bytes += read;
-  counts_.brought_bytes += unit.storage().bytes();
+  counts_.read_bytes += rows.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
 }
 
 at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
@@ -76,10 +87,30 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
         at::empty({unit.layout().total()}, at::TensorOptions(device_).dtype(unit.compute_dtype()));
     use_huge_pages(buffer);
   }
-  note(unit, Event::begins);
-  auto job = bringer_.start([this, &unit, buffer] { fill(unit, buffer); });
+  const auto asked = Clock::now();
+  // Opened anew for each unit, so that a file that is another by now is found out.
+  auto files = std::make_shared<OpenFiles>();
+  std::shared_ptr<Bringer::Job> job;
+  if (device_.is_cpu()) {
+    auto pieces = cut(unit, kPieceBytes);
+    const std::size_t count = pieces.size();
+    job = bringer_.start(count, [this, buffer, files, pieces = std::move(pieces)](std::size_t i) {
+      fill(pieces[i], buffer, *files);
+    });
+  } else {
+    auto pieces = cut(unit, unit.storage().bytes());
+    job = bringer_.start(1, [this, buffer, files, pieces = std::move(pieces)](std::size_t) {
+      for (const Piece& piece : pieces) fill(piece, buffer, *files);
+    });
+  }
   const std::lock_guard lock(mutex_);
   jobs_[unit.index()] = std::move(job);
+  counts_.brought_bytes += unit.storage().bytes();
+  if (tracker_ != nullptr) {
+    Visit& visit = visits_[unit.index()];
+    report(visit);
+    visit = {&unit, asked, {}, {}, false};
+  }
   return buffer;
 }
 
@@ -91,12 +122,17 @@ void OffloadResidency::finish_bring(const Unit& unit, const at::Tensor&) {
     jobs_.erase(unit.index());
   }
   bringer_.finish(*job);
-  note(unit, Event::here);
+  const std::lock_guard lock(mutex_);
+  if (const auto visit = visits_.find(unit.index()); visit != visits_.end())
+    visit->second.used = Clock::now();
 }
 
 void OffloadResidency::gone(const Unit& unit, at::Tensor contents) noexcept {
-  note(unit, Event::gone);
   const std::lock_guard lock(mutex_);
+  if (const auto visit = visits_.find(unit.index()); visit != visits_.end()) {
+    visit->second.gone = Clock::now();
+    visit->second.over = true;
+  }
   // Accelerators' allocators keep memory themselves.
   if (contents.is_cpu() && contents.use_count() == 1) spare_.push_back(std::move(contents));
 }
@@ -104,6 +140,7 @@ void OffloadResidency::gone(const Unit& unit, at::Tensor contents) noexcept {
 void OffloadResidency::rest() {
   const std::lock_guard lock(mutex_);
   spare_.clear();
+  for (auto& [unit, visit] : visits_) report(visit);
 }
 
 void OffloadResidency::repointed(const Unit& unit) {
@@ -148,39 +185,22 @@ void OffloadResidency::reset_counts() {
   counts_ = {};
 }
 
-void OffloadResidency::trace(std::filesystem::path file) {
+void OffloadResidency::track(tracking::MemoryTracker* tracker) {
   const std::lock_guard lock(mutex_);
-  trace_file_ = std::move(file);
-  trace_start_ = std::chrono::steady_clock::now();
-  traced_.clear();
+  tracker_ = tracker;
+  visits_.clear();
 }
 
-void OffloadResidency::note(const Unit& unit, Event event) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (!trace_file_ || traced_.size() >= kMostTraced) return;
-  const auto since = std::chrono::steady_clock::now() - trace_start_;
-  traced_.push_back(
-      {std::chrono::duration_cast<std::chrono::nanoseconds>(since).count(), unit.index(), event});
-}
-
-void OffloadResidency::write_trace(const std::vector<std::unique_ptr<Unit>>& units) const {
-  const std::lock_guard lock(mutex_);
-  if (!trace_file_) return;
-  Json modules = Json::array();
-  for (const auto& unit : units)
-    modules.push_back({{"name", unit->name()}, {"bytes", unit->storage().bytes()}});
-  Json events = Json::array();
-  for (const Traced& traced : traced_) {
-    const char* what = traced.event == Event::begins ? "begins"
-                       : traced.event == Event::here ? "here"
-                                                     : "gone";
-    events.push_back({traced.nanoseconds, traced.unit, what});
-  }
-  const Json all{{"clock", "nanoseconds since the trace began"},
-                 {"main_device", device_.str()},
-                 {"modules", std::move(modules)},
-                 {"events", std::move(events)}};
-  io::write_file(*trace_file_, all.dump());
+void OffloadResidency::report(Visit& visit) {
+  if (!visit.over) return;
+  visit.over = false;
+  const auto is_on_disk = [&](const UnitParameter& parameter) {
+    return !source(parameter.parameter).home.defined();
+  };
+  const auto& parameters = visit.unit->parameters();
+  const bool on_disk = std::any_of(parameters.begin(), parameters.end(), is_on_disk);
+  tracker_->add({visit.unit->name(), on_disk ? "disk" : "cpu", device_.str(),
+                 visit.unit->storage().bytes(), visit.asked, visit.used, visit.gone});
 }
 
 }  // namespace accelerate::big_model

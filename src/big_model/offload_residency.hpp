@@ -2,13 +2,13 @@
 
 #include <accelerate/big_model/weight_store.hpp>
 #include <accelerate/intercept/engine.hpp>
+#include <accelerate/tracking/memory_tracker.hpp>
 #include <big_model/bringer.hpp>
+#include <big_model/open_files.hpp>
 
 #include <chrono>
-#include <filesystem>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -35,7 +35,7 @@ class OffloadResidency final : public intercept::Residency {
   at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
   void finish_bring(const intercept::Unit& unit, const at::Tensor& contents) override;
   void gone(const intercept::Unit& unit, at::Tensor contents) noexcept override;
-  /// Gives back the memory that is kept for the next weights.
+  /// Gives back the memory that is kept for the next weights, and tells the tracker what is over.
   void rest();
   void repointed(const intercept::Unit& unit) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
@@ -50,19 +50,24 @@ class OffloadResidency final : public intercept::Residency {
   Counts counts() const;
   void reset_counts();
 
-  void trace(std::filesystem::path file);
-  /// Writes what was traced so far, if anything is.
-  void write_trace(const std::vector<std::unique_ptr<intercept::Unit>>& units) const;
+  /// Null for none.
+  void track(tracking::MemoryTracker* tracker);
 
  private:
-  enum class Event { begins, here, gone };
-  struct Traced {
-    std::int64_t nanoseconds;
-    int unit;
-    Event event;
+  // The latest of a unit.
+  struct Visit {
+    const intercept::Unit* unit = nullptr;
+    std::chrono::steady_clock::time_point asked, used, gone;
+    bool over = false;
   };
-  void fill(const intercept::Unit& unit, const at::Tensor& buffer);
-  void note(const intercept::Unit& unit, Event event) noexcept;
+  // Rows of a weight.
+  struct Piece {
+    const intercept::UnitParameter* weight;
+    std::int64_t begin, end;
+  };
+  std::vector<Piece> cut(const intercept::Unit& unit, std::int64_t most_bytes) const;
+  void fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files);
+  void report(Visit& visit);
 
   at::Device device_;
   WeightStore store_;
@@ -71,10 +76,9 @@ class OffloadResidency final : public intercept::Residency {
   Counts counts_;
   std::unordered_map<int, std::shared_ptr<Bringer::Job>> jobs_;  // by unit
   std::vector<at::Tensor> spare_;  // buffers of weights that just left
-  std::optional<std::filesystem::path> trace_file_;
-  std::chrono::steady_clock::time_point trace_start_;
-  std::vector<Traced> traced_;
-  Bringer bringer_;  // last: its thread uses the above
+  tracking::MemoryTracker* tracker_ = nullptr;
+  std::unordered_map<int, Visit> visits_;  // by unit
+  Bringer bringer_;                        // last: its thread uses the above
 };
 
 }  // namespace accelerate::big_model

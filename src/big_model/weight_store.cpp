@@ -182,20 +182,25 @@ void WeightStore::read(std::string_view name, const at::Tensor& tensor) const {
 void WeightStore::read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
                             const at::Tensor& tensor) const {
   const Entry& entry = at(name);
+  entry.read_rows(io::File::open(entry.file), name, begin, end, tensor);
+}
+
+void WeightStore::Entry::read_rows(const io::File& opened, std::string_view name,
+                                   std::int64_t begin, std::int64_t end,
+                                   const at::Tensor& tensor) const {
   const intercept::Quiet quiet;
-  const io::File file = io::File::open(entry.file);
-  if (const std::uint64_t now = file.size(); now != entry.file_bytes) {
+  if (const std::uint64_t now = opened.size(); now != file_bytes) {
     throw CheckpointError(
-        text::concat("The file ", entry.file, " of the offloaded weight '", name, "' had ",
-                     entry.file_bytes, " bytes when it was opened and now has ", now,
+        text::concat("The file ", file, " of the offloaded weight '", name, "' had ", file_bytes,
+                     " bytes when it was opened and now has ", now,
                      ". It must stay as it is while the module is used; load the module again."),
-        entry.file.string());
+        file.string());
   }
   if (tensor.numel() == 0) return;
-  const std::int64_t row_bytes = entry.bytes() / rows_of(entry.shape);
-  const std::uint64_t first = entry.offset + static_cast<std::uint64_t>(begin * row_bytes);
-  if (tensor.is_cpu() && tensor.scalar_type() == entry.dtype && tensor.is_contiguous()) {
-    file.read(tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.nbytes()), first);
+  const std::int64_t row_bytes = bytes() / rows_of(shape);
+  const std::uint64_t first = offset + static_cast<std::uint64_t>(begin * row_bytes);
+  if (tensor.is_cpu() && tensor.scalar_type() == dtype && tensor.is_contiguous()) {
+    opened.read(tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.nbytes()), first);
     return;
   }
   // Through a small buffer: to another dtype, device or order in memory.
@@ -204,12 +209,12 @@ void WeightStore::read_rows(std::string_view name, std::int64_t begin, std::int6
   std::vector<std::int64_t> sizes = tensor.sizes().vec();
   sizes[0] = rows_at_once;
   const at::Tensor staging =
-      at::empty(sizes, at::TensorOptions(entry.dtype).pinned_memory(tensor.is_cuda()));
+      at::empty(sizes, at::TensorOptions(dtype).pinned_memory(tensor.is_cuda()));
   for (std::int64_t row = 0; row < end - begin; row += rows_at_once) {
     const std::int64_t count = std::min(rows_at_once, end - begin - row);
     const at::Tensor part = staging.narrow(0, 0, count);
-    file.read(part.mutable_data_ptr(), static_cast<std::size_t>(count * row_bytes),
-              first + static_cast<std::uint64_t>(row * row_bytes));
+    opened.read(part.mutable_data_ptr(), static_cast<std::size_t>(count * row_bytes),
+                first + static_cast<std::uint64_t>(row * row_bytes));
     tensor.narrow(0, row, count).copy_(part);
   }
 }

@@ -1,4 +1,6 @@
 #include <accelerate/base/environment.hpp>
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/host_memory.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/launch/launcher.hpp>
 
@@ -42,10 +44,18 @@ std::optional<std::string> value_in(const fs::path& file, std::string_view key) 
   return std::nullopt;
 }
 
-std::string memory(const char* key) {
-  const auto value = value_in("/proc/meminfo", key);  // "24567890 kB"
+std::string total_memory() {
+  const auto value = value_in("/proc/meminfo", "MemTotal");  // "24567890 kB"
   const auto kib = value ? text::to_int(text::split(*value, ' ').front()) : std::nullopt;
   return kib ? text::format_bytes(*kib * 1024) : "unknown";
+}
+
+std::string available_memory() {
+  try {
+    return text::format_bytes(available_host_memory());
+  } catch (const UnsupportedError&) {
+    return "unknown";
+  }
 }
 
 std::string on_path(const Environment& environment, const std::string& name) {
@@ -83,8 +93,8 @@ void run() {
             << value_in("/etc/os-release", "PRETTY_NAME").value_or("unknown") << ", "
             << system.sysname << " " << system.release << " " << system.machine << "\n"
             << "cores:               " << available_cores() << "\n"
-            << "memory:              " << memory("MemTotal") << ", available "
-            << memory("MemAvailable") << "\n";
+            << "memory:              " << total_memory() << ", available " << available_memory()
+            << "\n";
   print_gpus();
   for (const auto& [name, value] : environment.variables()) {
     for (const char* prefix : {"ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "RANK",

@@ -19,7 +19,8 @@ bool contains(const std::string& text, std::initializer_list<const char*> parts)
 
 /// gloo's exceptions reach us as plain runtime errors, so their text has to tell.
 FailureKind classify_text(const std::string& text) {
-  if (contains(text, {"Timed out", "timed out", "Application timeout", "imeout"}))
+  if (contains(text,
+               {"Timed out", "timed out", "Application timeout", "imeout", "monitoredBarrier"}))
     return FailureKind::timeout;
   if (contains(text, {"onnection closed", "onnection reset", "onnection refused", "Broken pipe",
                       "Socket closed", "aborted", "onnection was closed", "remote process exited",
@@ -77,16 +78,17 @@ std::exception_ptr translate(const std::exception_ptr& failure, const OperationN
     case FailureKind::ours:
       return failure;
     case FailureKind::timeout:
-      return nest<TimeoutError>(failure,
-                                text::concat(name.text(), " waited longer than the timeout of ",
-                                             text::format_seconds(timeout.count() / 1e3),
-                                             ". Another rank does not take part in it: it is "
-                                             "slower than the timeout allows, or it runs other "
-                                             "operations. Set ACCELERATE_DEBUG_MODE=1 to have "
-                                             "every call compared between ranks, or raise the "
-                                             "timeout (ACCELERATE_TIMEOUT, in seconds).",
-                                             remark),
-                                name.operation, name.rank);
+      return nest<TimeoutError>(
+          failure,
+          text::concat(name.text(), " waited longer than the timeout of ",
+                       text::format_seconds(timeout.count() / 1e3),
+                       ". Another rank does not take part in it: it is "
+                       "slower than the timeout allows, or it runs other "
+                       "operations. Raise the timeout (ACCELERATE_TIMEOUT, in "
+                       "seconds), or have every call compared between ranks "
+                       "(ACCELERATE_DEBUG_MODE=1), if it is not already.",
+                       remark),
+          name.operation, name.rank);
     case FailureKind::connection:
       return nest<PeerLostError>(
           failure,

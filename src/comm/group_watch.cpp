@@ -192,7 +192,7 @@ void ObservedWork::start() {
   } catch (const c10::Error&) {
     // gloo's sends and receives have no future: they make progress by themselves and are looked
     // after in wait().
-    point_to_point_ = true;
+    waits_for_inner_ = true;
     return;
   }
   future->addCallback([self](c10::ivalue::Future& done) {
@@ -232,7 +232,10 @@ void ObservedWork::fail(const std::exception_ptr& error) {
   const auto kept = std::move(kept_);  // until this function returns
   future_->setError(error);
   finish(error);
-  if (point_to_point_) inner_->abort();
+  const c10d::OpType type = retrieveOpType();
+  const bool point_to_point = type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
+                              type == c10d::OpType::RECVANYSOURCE;
+  if (waits_for_inner_ && point_to_point) inner_->abort();
 }
 
 void ObservedWork::inner_failed(const std::exception_ptr& failure) {
@@ -266,7 +269,7 @@ bool ObservedWork::isCompleted() {
 }
 
 bool ObservedWork::wait(milliseconds timeout) {
-  if (point_to_point_ && !isCompleted()) {
+  if (waits_for_inner_ && !isCompleted()) {
     try {
       const bool arrived = inner_->wait(timeout == kNoTimeout ? watch_->timeout() : timeout);
       if (arrived) {

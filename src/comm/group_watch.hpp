@@ -122,7 +122,7 @@ class ObservedWork final : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   std::function<void()> finish_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  bool point_to_point_ = false;
+  bool waits_for_inner_ = false;
 
   std::mutex settle_mutex_;
   bool settled_ = false;

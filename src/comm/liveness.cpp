@@ -90,7 +90,16 @@ Liveness::Liveness(c10d::Store& store, const std::string& host, int rank, int wo
     throw;
   }
   for (auto& peer : peers_) peer.heard = Clock::now();
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this] {
+    try {
+      run();
+    } catch (const std::exception& error) {
+      log::error(concat("Rank ", rank_, " no longer watches over the other ranks: ", error.what()));
+      const std::lock_guard lock(mutex_);
+      deaf_ = true;
+      changed_.notify_all();
+    }
+  });
 }
 
 Liveness::~Liveness() {

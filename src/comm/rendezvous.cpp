@@ -17,7 +17,9 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <sstream>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -31,6 +33,8 @@ using text::concat;
 constexpr const char* kOperation = "rendezvous";
 /// How often those who wait for others say so.
 constexpr std::chrono::seconds kNoticeInterval{15};
+/// How long a store may take to answer once it is connected to.
+constexpr std::chrono::seconds kGreeting{2};
 
 milliseconds left_until(Clock::time_point deadline) {
   return std::max(milliseconds(0),
@@ -38,6 +42,27 @@ milliseconds left_until(Clock::time_point deadline) {
 }
 
 std::string where(const std::string& host, int port) { return concat(host, ":", port); }
+
+/// A client of the store greets it and waits for the answer without a limit. So it does that on a
+/// thread of its own, which is left behind when something else holds the port and never answers.
+c10::intrusive_ptr<c10d::Store> connect_within(const std::string& host,
+                                               const c10d::TCPStoreOptions& options) {
+  std::promise<c10::intrusive_ptr<c10d::Store>> opened;
+  auto store = opened.get_future();
+  std::thread([host, options, opened = std::move(opened)]() mutable {
+    try {
+      opened.set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
+    } catch (...) {
+      opened.set_exception(std::current_exception());
+    }
+  }).detach();
+  // The attempts to connect may need the whole time; what failed then says why.
+  if (store.wait_for(options.timeout + kGreeting) != std::future_status::ready) {
+    throw std::runtime_error(
+        "the port is open, and whoever holds it does not answer as a store does");
+  }
+  return store.get();
+}
 
 c10::intrusive_ptr<c10d::Store> open_store(const std::string& host, int port,
                                            const Topology& topology, milliseconds timeout) {
@@ -48,6 +73,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const std::string& host, int port,
   // Whole seconds are what its connection attempts count in.
   options.timeout = std::max(timeout, milliseconds(1000));
   try {
+    if (!options.isServer) return connect_within(host, options);
     return c10::make_intrusive<c10d::TCPStore>(host, options);
   } catch (const std::exception& error) {
     const std::string what = error.what();
@@ -72,8 +98,8 @@ c10::intrusive_ptr<c10d::Store> open_store(const std::string& host, int port,
         TimeoutError(concat("Rank ", topology.rank, " found no rank 0 at ", where(host, port),
                             " within ", text::format_seconds(timeout.count() / 1e3),
                             ". Either rank 0 was not started or died, or MASTER_ADDR or "
-                            "MASTER_PORT is not the same for all ranks, or a "
-                            "firewall is between them."),
+                            "MASTER_PORT is not the same for all ranks, or another program holds "
+                            "the port, or a firewall is between them."),
                      kOperation, topology.rank));
   }
 }

@@ -149,7 +149,8 @@ class Solver {
         }
         if (holder < 0) continue;  // placed already: this name of it follows
         ties.holders.push_back(holder);
-        ties.size += size(holder) - sizes_.tensors[static_cast<std::size_t>(tensor)];
+        // A shared tensor is in one of the sizes only, where its first name is.
+        ties.size += size(holder);
       }
     }
     return ties;

@@ -47,6 +47,7 @@ Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::Scala
   for (std::size_t u = 0; u < collected_.size(); ++u) {
     const auto& parameters = engine.units()[u]->parameters();
     collected_[u].arrived.assign(parameters.size(), false);
+    collected_[u].expected.assign(parameters.size(), false);
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       auto hook = std::make_unique<Hook>();
       hook->gradients = this;
@@ -156,7 +157,19 @@ void Gradients::begin_backward(int task) {
                     [](const UnitParameter& each) { return each.parameter.requires_grad(); });
     if (trained) order_.push_back(*index);
   }
-  for (Collected& collected : collected_) collected.arrived.assign(collected.arrived.size(), false);
+  // Where ranks use different parameters of a unit, none may keep the others waiting for what does
+  // not come.
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  for (std::size_t u = 0; u < collected_.size(); ++u) {
+    Collected& collected = collected_[u];
+    collected.arrived.assign(collected.arrived.size(), false);
+    for (std::size_t p = 0; p < collected.expected.size(); ++p) {
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(
+          engine_.units()[u]->parameters()[p].parameter);
+      collected.expected[p] =
+          accumulator && (nodes == nullptr || nodes->contains(accumulator.get()));
+    }
+  }
   torch::autograd::Engine::get_default_engine().queue_callback(
       [this, task] { end_backward(task); });
 }
@@ -188,9 +201,9 @@ void Gradients::open(std::size_t u) {
 }
 
 bool Gradients::complete(std::size_t u) const {
-  const auto& parameters = engine_.units()[u]->parameters();
-  for (std::size_t p = 0; p < parameters.size(); ++p) {
-    if (parameters[p].parameter.requires_grad() && !collected_[u].arrived[p]) return false;
+  const Collected& collected = collected_[u];
+  for (std::size_t p = 0; p < collected.expected.size(); ++p) {
+    if (collected.expected[p] && !collected.arrived[p]) return false;
   }
   return true;
 }

@@ -102,7 +102,7 @@ at::Tensor TaggedStorage::empty() {
           "The parameters of '", name_,
           "' are sharded or offloaded and not in memory now, so their data has no address. Use "
           "them through "
-          "tensor operators, or open full_parameters() around code that reads raw memory."),
+          "tensor operators, or open summon_full_params() around code that reads raw memory."),
       device_);
   return std::exchange(contents_, {});
 }

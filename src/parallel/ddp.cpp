@@ -87,9 +87,10 @@ struct Ddp::Impl {
   comm::Group group;
   DdpOptions options;
   std::shared_ptr<GradientWatch> watch = std::make_shared<GradientWatch>();
-  std::vector<NamedTensor> parameters;  ///< reduced ones
-  std::vector<NamedTensor> states;      ///< all parameters and buffers that must be equal
-  std::vector<at::Tensor> buffers;      ///< broadcast ones
+  std::vector<NamedTensor> parameters;   ///< reduced ones
+  std::vector<at::TensorOptions> kinds;  ///< their dtypes and devices when they were prepared
+  std::vector<NamedTensor> states;       ///< all parameters and buffers that must be equal
+  std::vector<at::Tensor> buffers;       ///< broadcast ones
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   std::unique_ptr<Buckets> reducer;
   bool join = false;
@@ -122,6 +123,21 @@ struct Ddp::Impl {
       const at::NoGradGuard no_grad;
       c10d::broadcast_coalesced(process_group, tensors, kBroadcastBytes, source);
     });
+  }
+
+  void check_kinds() const {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i].tensor;
+      if (parameter.scalar_type() == kinds[i].dtype() && parameter.device() == kinds[i].device())
+        continue;
+      throw StateError(text::concat(
+          "The parameter '", parameters[i].name, "' was ",
+          c10::toString(c10::typeMetaToScalarType(kinds[i].dtype())), " on ",
+          kinds[i].device().str(), " when its module was prepared, and is ",
+          c10::toString(parameter.scalar_type()), " on ", parameter.device().str(),
+          " now: the module was moved or cast since, and its gradients would not be averaged over "
+          "the ranks any more. Move and cast a module before prepare()."));
+    }
   }
 
   void finish_delayed_reduction() {
@@ -204,6 +220,7 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   for (const NamedTensor& entry : self.parameters) {
     names.emplace(parameters.size(), entry.name);
     parameters.push_back(entry.tensor);
+    self.kinds.push_back(entry.tensor.options());
   }
   const auto bucket_bytes = static_cast<std::int64_t>(self.options.bucket_cap_mb() * kMiB);
   const auto first_bytes = static_cast<std::int64_t>(self.options.first_bucket_mb() * kMiB);
@@ -253,6 +270,7 @@ bool Ddp::wants_outputs() const noexcept { return impl_->options.find_unused_par
 void Ddp::before_forward(const ForwardContext& context) {
   Impl& self = *impl_;
   const bool reduces = context.grad_enabled && context.sync;
+  if (context.grad_enabled) self.check_kinds();
   if (reduces) self.reducer->prepare_for_forward();
   int buffer_source = 0;
   if (self.join && context.grad_enabled) buffer_source = self.announce(true, context.sync).source;

@@ -47,6 +47,7 @@ int Fsdp::rank() const noexcept { return impl_->world_rank; }
 const FsdpOptions& Fsdp::options() const noexcept { return impl_->options; }
 
 void Fsdp::before_forward(const ForwardContext& context) {
+  Strategy::before_forward(context);
   impl_->require_sharded();
   impl_->engine->check_tagged();
   impl_->refresh_if_stepped();
@@ -72,6 +73,7 @@ at::Tensor Fsdp::optimizer_leaf(const at::Tensor& parameter) const {
 
 void Fsdp::check_gradients() {
   impl_->require_sharded();
+  if (!impl_->local_gradients().empty()) require_forward();
   impl_->engine->check_tagged();
   for (const auto& unit : impl_->engine->units()) {
     for (const UnitParameter& parameter : unit->parameters()) {

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 namespace accelerate::parallel {
 namespace {
@@ -84,20 +85,6 @@ void Fsdp::Impl::for_unit(const Unit& unit, const char* what, const std::functio
         PeerLostError(message(), error.operation(), error.rank(), error.lost_rank()));
   } catch (const DistributedError& error) {
     std::throw_with_nested(DistributedError(message(), error.operation(), error.rank()));
-  }
-}
-
-void Fsdp::Impl::announce(const comm::Group& group, const std::string& event) const {
-  if (!options.verify_control_flow() || group.size() == 1) return;
-  const auto events = group.all_gather_bytes(event);
-  for (std::size_t other = 1; other < events.size(); ++other) {
-    if (events[other] == events[0]) continue;
-    const auto& ranks = group.global_ranks();
-    throw ShardingError(
-        text::concat("The ranks went different ways: rank ", ranks[0], " ", events[0],
-                     " while rank ", ranks[other], " ", events[other],
-                     ". Every rank must run the same modules in the same order; this rank is ",
-                     ranks[static_cast<std::size_t>(group.rank())], "."));
   }
 }
 
@@ -208,6 +195,7 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
   gather_group = group.split(group.rank() / size, group.rank(), "fsdp_gather");
   reduce_group = group.split(group.rank() / size, group.rank(), "fsdp_reduce");
   replicate_group = group.split(group.rank() % size, group.rank(), "fsdp_replicate");
+  if (options.verify_control_flow()) control_flow.emplace(gather_group);
   const int share = options.reshard_after_forward().group_size;
   if (share < 0 || (share > 0 && share < size && size % share != 0)) {
     throw ShardingError(text::concat(
@@ -254,15 +242,15 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
 
 at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
-  announce(gather_group, text::concat("gathers the unit '", unit.name(), "'"));
   at::Tensor whole = reuse.defined() ? std::move(reuse)
                      : part.whole.defined()
                          ? part.whole
                          : at::empty({unit.layout().total()},
                                      at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
   if (part.reshard.defined()) {
-    for_unit(unit, "Gathering",
-             [&] { part.gather = reshard_group.all_gather_into(whole, part.reshard); });
+    part.launch = launch(unit, ControlFlow::Event::gather, [this, &part, whole] {
+      part.gather = reshard_group.all_gather_into(whole, part.reshard);
+    });
     return whole;
   }
   at::Tensor mine = part.shard;
@@ -270,7 +258,9 @@ at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
     mine = whole.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part);
     mine.copy_(part.shard, /*non_blocking=*/true);
   }
-  for_unit(unit, "Gathering", [&] { part.gather = gather_group.all_gather_into(whole, mine); });
+  part.launch = launch(unit, ControlFlow::Event::gather, [this, &part, whole, mine] {
+    part.gather = gather_group.all_gather_into(whole, mine);
+  });
   const auto item = static_cast<std::int64_t>(whole.element_size());
   gathered_bytes += unit.layout().total() * item;
   gathered_parameter_bytes += unit.layout().elements * item;
@@ -279,7 +269,10 @@ at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
 
 void Fsdp::Impl::finish_bring(const Unit& unit, const at::Tensor&) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
-  for_unit(unit, "Gathering", [&] { part.gather.wait(); });
+  for_unit(unit, "Gathering", [&] {
+    if (part.launch) std::exchange(part.launch, nullptr)();
+    part.gather.wait();
+  });
   part.gather = {};
 }
 
@@ -317,10 +310,24 @@ void Fsdp::Impl::write_back_full(const Unit& unit, const at::Tensor& full) {
   part.shard.copy_(full.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part));
 }
 
+std::function<void()> Fsdp::Impl::launch(const Unit& unit, ControlFlow::Event event,
+                                         std::function<void()> body) {
+  if (!control_flow) {
+    for_unit(unit, event == ControlFlow::Event::gather ? "Gathering" : "Reducing the gradients of",
+             body);
+    return nullptr;
+  }
+  return [this, &unit, event, number = control_flow->start(event, unit.name()),
+          body = std::move(body)] {
+    control_flow->wait(event, number, unit.name());
+    body();
+  };
+}
+
 void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
-  announce(reduce_group, text::concat("reduces the gradients of the unit '", unit.name(), "'"));
   finish_reduction();  // one at a time: each needs a buffer of a whole unit
-  Reduction reduction{&unit, std::move(given), {}, {}};
+  under_way.emplace(Reduction{&unit, std::move(given), {}, {}, nullptr});
+  Reduction& reduction = *under_way;
   at::Tensor& flat = reduction.gradients.flat;
   const int ranks = gather_group.size();
   if (ranks == 1) {
@@ -330,24 +337,36 @@ void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
     // A sum of fp16 gradients overflows before a mean of them would.
     const bool divide_first = flat.scalar_type() == at::kHalf;
     if (divide_first) flat.div_(ranks);
-    for_unit(unit, "Reducing the gradients of", [&] {
-      reduction.work = reduce_group.reduce_scatter_into(
-          reduction.output, flat, divide_first ? comm::ReduceOp::sum : comm::ReduceOp::avg);
-    });
+    try {
+      reduction.launch = launch(unit, ControlFlow::Event::reduce, [this, divide_first] {
+        under_way->work = reduce_group.reduce_scatter_into(
+            under_way->output, under_way->gradients.flat,
+            divide_first ? comm::ReduceOp::sum : comm::ReduceOp::avg);
+      });
+    } catch (...) {
+      under_way.reset();
+      throw;
+    }
   }
   ++reductions;
   const auto item = static_cast<std::int64_t>(flat.element_size());
   reduced_bytes += flat.numel() * item;
   reduced_parameter_bytes += unit.layout().elements * item;
-  under_way = std::move(reduction);
   if (options.backward_prefetch() == BackwardPrefetch::backward_post) engine->prefetch(1);
 }
 
 void Fsdp::Impl::finish_reduction() {
   if (!under_way) return;
+  const Unit& unit = *under_way->unit;
+  try {
+    if (under_way->launch)
+      for_unit(unit, "Reducing the gradients of", std::exchange(under_way->launch, nullptr));
+  } catch (...) {
+    under_way.reset();
+    throw;
+  }
   Reduction reduction = std::move(*under_way);
   under_way.reset();
-  const Unit& unit = *reduction.unit;
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   for_unit(unit, "Reducing the gradients of", [&] {
     reduction.work.wait();
@@ -377,7 +396,10 @@ void Fsdp::Impl::finish_reduction() {
 void Fsdp::Impl::finish(bool reduced) {
   if (reduced) finish_reduction();
   for (Part& part : parts) part.reshard.reset();
-  announce(gather_group, "ended its backward pass");
+  if (control_flow) {
+    constexpr auto kEnd = ControlFlow::Event::end_of_backward;
+    control_flow->wait(kEnd, control_flow->start(kEnd));
+  }
 }
 
 std::int64_t Fsdp::Impl::versions() const {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "parallel/control_flow.hpp"
+
 #include <accelerate/intercept/gradients.hpp>
 #include <accelerate/parallel/fsdp.hpp>
 
@@ -20,6 +22,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     std::vector<at::Tensor> leaves;          // by parameter
     std::vector<std::int64_t> leaf_offsets;  // of each leaf in the shard
     comm::Work gather;
+    std::function<void()> launch;  // of the gather, with verify_control_flow: once the ranks agree
     // Where the unit stays in memory for good in the shard's own dtype: its memory, of which the
     // shard is a piece.
     at::Tensor whole;
@@ -32,6 +35,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     intercept::UnitGradients gradients;
     at::Tensor output;
     comm::Work work;
+    std::function<void()> launch;  // with verify_control_flow: once the ranks agree
   };
 
   std::string name;
@@ -41,6 +45,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   // Gathers and reductions have a communicator each: reductions come in an order of their own,
   // which may fall differently between the gathers on ranks that use different parameters.
   comm::Group gather_group, reduce_group, replicate_group, reshard_group;
+  std::optional<ControlFlow> control_flow;  // with verify_control_flow
   std::vector<Part> parts;
   std::unordered_map<const void*, at::Tensor> leaf_of;
   std::optional<Reduction> under_way;
@@ -55,11 +60,13 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   void make_groups(const comm::Group& group);
   void require_sharded() const;
   void adopt(const intercept::Unit& unit, at::Tensor flat);
-  // With verify_control_flow: throws on every rank unless all ranks are at the same `event`.
-  void announce(const comm::Group& group, const std::string& event) const;
   // Errors of communication say which unit they struck, and keep their type.
   static void for_unit(const intercept::Unit& unit, const char* what,
                        const std::function<void()>& body);
+  // Runs `body`, which starts a collective of a unit: now, or with verify_control_flow when it is
+  // returned and run, after the ranks have agreed that it is this one.
+  std::function<void()> launch(const intercept::Unit& unit, ControlFlow::Event event,
+                               std::function<void()> body);
   void finish_reduction();
   std::int64_t versions() const;
   void refresh();

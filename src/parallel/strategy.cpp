@@ -1,3 +1,5 @@
+#include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
 #include <accelerate/parallel/strategy.hpp>
 #include <parallel/state_names.hpp>
 
@@ -43,6 +45,21 @@ at::Tensor Strategy::optimizer_leaf(const at::Tensor& parameter) const {
     if (own.is_same(parameter)) return own;
   }
   return {};
+}
+
+void Strategy::check_gradients() {
+  for (const auto& [name, parameter] : module_.parameters()) {
+    if (parameter.grad().defined()) return require_forward();
+  }
+}
+
+void Strategy::require_forward() const {
+  if (forwarded_) return;
+  throw StateError(text::concat(
+      "The optimizer was asked to step on gradients of a module that was prepared (strategy \"",
+      name(),
+      "\") and whose prepared forward was never called: the module itself was called, past mixed "
+      "precision and past what the strategy does. Call what prepare() returned."));
 }
 
 at::Tensor Strategy::grad_norm(double p) const {

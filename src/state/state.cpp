@@ -16,8 +16,8 @@ std::mutex& state_mutex() {
   return mutex;
 }
 
-std::unique_ptr<State>& slot() {
-  static std::unique_ptr<State> state;
+std::shared_ptr<State>& slot() {
+  static std::shared_ptr<State> state;
   return state;
 }
 
@@ -94,7 +94,8 @@ State::State(const StateOptions& options, const Environment& environment)
 
 State::~State() { comm::shutdown(world_); }
 
-State& State::initialize(const StateOptions& options, const Environment& environment) {
+std::shared_ptr<State> State::initialize(const StateOptions& options,
+                                         const Environment& environment) {
   const std::lock_guard lock(state_mutex());
   if (!slot()) {
     slot().reset(new State(options, environment));
@@ -105,7 +106,7 @@ State& State::initialize(const StateOptions& options, const Environment& environ
         ". A process has one State: use the same options, or call State::shutdown() first, on "
         "every rank."));
   }
-  return *slot();
+  return slot();
 }
 
 State& State::instance() {
@@ -121,11 +122,12 @@ bool State::is_initialized() noexcept {
 }
 
 void State::shutdown() {
-  std::unique_ptr<State> state;
+  std::shared_ptr<State> state;
   {
     const std::lock_guard lock(state_mutex());
     state = std::move(slot());
   }
+  if (state) comm::shutdown(state->world());
 }
 
 }  // namespace accelerate

@@ -134,11 +134,15 @@ struct MemoryTracker::Region::State {
 
 struct MemoryTracker::Impl {
   explicit Impl(const MemoryTrackerOptions& given)
-      : options(checked(given)), samples(options.capacity()), regions(options.capacity()) {}
+      : options(checked(given)),
+        samples(options.capacity()),
+        regions(options.capacity()),
+        visits(options.capacity()) {}
 
-  std::int64_t now_ns() const {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+  std::int64_t since_start(Clock::time_point time) const {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(time - start).count();
   }
+  std::int64_t now_ns() const { return since_start(Clock::now()); }
 
   // The allocator has one peak; it is read, added to all that are running, and begins anew. Called
   // with the lock held.
@@ -213,6 +217,7 @@ struct MemoryTracker::Impl {
   std::int64_t pss_peak = -1;
   Thinned<Sample> samples;
   Thinned<RegionRecord> regions;
+  Thinned<Visit> visits;
   std::map<std::string, RegionTotal> totals;
   std::vector<Region::State*> open;
   std::map<std::thread::id, int> threads;
@@ -266,6 +271,11 @@ MemoryTracker::MemoryTracker(const MemoryTrackerOptions& options)
 
 MemoryTracker::~MemoryTracker() { stop(); }
 
+void MemoryTracker::add(Visit visit) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->visits.add(std::move(visit), [](Visit&, const Visit&) {});
+}
+
 void MemoryTracker::stop() {
   {
     const std::lock_guard lock(impl_->mutex);
@@ -305,6 +315,7 @@ Json MemoryTracker::to_json() const {
   json["sampling"] = {{"interval_ms", impl.options.interval().count()},
                       {"samples_in_one", impl.samples.stride()},
                       {"regions_kept_one_in", impl.regions.stride()},
+                      {"visits_kept_one_in", impl.visits.stride()},
                       {"pss_every", impl.options.pss_every()},
                       {"failure", impl.failure.empty() ? Json(nullptr) : Json(impl.failure)}};
   Json& samples = json["samples"];
@@ -336,6 +347,16 @@ Json MemoryTracker::to_json() const {
                                {"end_ns", record.end_ns},
                                {"tensors_peak", record.peaks.tensors.total},
                                {"device_peak", number_or_null(record.peaks.device)}});
+  }
+  json["visits"] = Json::array();
+  for (const Visit& visit : impl.visits.items()) {
+    json["visits"].push_back({{"name", visit.name},
+                              {"from", visit.from},
+                              {"place", visit.place},
+                              {"bytes", visit.bytes},
+                              {"begin_ns", impl.since_start(visit.asked)},
+                              {"used_ns", impl.since_start(visit.used)},
+                              {"end_ns", impl.since_start(visit.gone)}});
   }
   return json;
 }

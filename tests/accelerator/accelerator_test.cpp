@@ -1,10 +1,12 @@
 // The facade, on one rank and on several.
 
 #include "support/distributed.hpp"
+#include "support/message_of.hpp"
 
 #include "accelerator/resolve.hpp"
 
 #include <accelerate/accelerate.hpp>
+#include <accelerate/io/file.hpp>
 #include <accelerate/optim/fused.hpp>
 
 #include <gmock/gmock.h>
@@ -14,6 +16,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <numeric>
 
 namespace accelerate {
@@ -21,6 +24,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::world;
 
 /// y = weight * x, with x the sample's index.
@@ -45,15 +49,6 @@ auto numbers(int64_t count, int64_t batch_size) {
   return data::loader(Numbers(count).map(torch::data::transforms::Stack<>()),
                       torch::data::DataLoaderOptions().batch_size(batch_size))
       .shuffle(false);
-}
-
-std::string message_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(Prepare, TakesAnyOrderAndKeepsTypes) {
@@ -130,6 +125,32 @@ TEST(Prepare, ModuleOnAnotherDeviceIsAnErrorWithoutPlacement) {
     torch::Tensor forward(const torch::Tensor& x) { return weight * x; }
   } elsewhere;
   EXPECT_THAT(message_of([&] { (void)accelerator.prepare(elsewhere); }), HasSubstr("meta"));
+}
+
+TEST(Prepare, ADispatchedModuleIsRefusedUntilItsOffloadingEnds) {
+  const io::TemporaryFolder folder;
+  torch::manual_seed(1);  // the same on all ranks
+  torch::nn::Linear net(3, 2);
+  const torch::Tensor input = torch::ones({1, 3});
+  const torch::Tensor expected = net->forward(input);
+  for (const bool on_disk : {true, false}) {
+    auto dispatched = on_disk ? disk_offload(net, folder.path()) : cpu_offload(net, torch::kCPU);
+    Accelerator accelerator;
+    for (const auto& prepare :
+         {std::function<void()>([&] { (void)accelerator.prepare(net); }),
+          std::function<void()>([&] { (void)accelerator.prepare_for_evaluation(net); })}) {
+      const std::string message = message_of<StateError>(prepare);
+      EXPECT_THAT(message, HasSubstr("weight"));
+      EXPECT_THAT(message, HasSubstr("dispatched by a device map"));
+      EXPECT_THAT(message, HasSubstr("remove_offload()"));
+    }
+    {
+      const torch::NoGradGuard no_grad;
+      EXPECT_TRUE(torch::equal(dispatched(input), expected));
+    }
+    dispatched.remove_offload();
+    EXPECT_TRUE(torch::equal(accelerator.prepare(net)(input), expected));
+  }
 }
 
 TEST(Backward, AccumulationNeedsThePreparedOptimizer) {

@@ -25,7 +25,7 @@ ROOMS = {
     "optim": ["core", "comm", "io", "precision", "parallel:strategy"],
     "checkpoint": ["core", "comm", "io", "precision", "parallel", "data", "optim"],
     "big_model": [
-        "core", "io", "intercept", "device_map",
+        "core", "io", "intercept", "device_map", "tracking:memory_tracker",
         "checkpoint:tensor_file", "checkpoint:pt_file", "checkpoint:py_value",
     ],
     "tracking": ["core", "io"],

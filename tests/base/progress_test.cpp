@@ -74,6 +74,35 @@ TEST(Progress, WritesNoOftenerThanItsInterval) {
   EXPECT_LE(lines(out).size(), 20u);
 }
 
+TEST(Progress, WritesBytesWithTheirUnits) {
+  std::ostringstream out;
+  {
+    Progress bar(ProgressOptions(std::int64_t{3} << 20).output(&out).interval(0.0).unit("bytes"));
+    bar.set(std::int64_t{3} << 19);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    bar.set(std::int64_t{3} << 20);
+  }
+  const auto written = lines(out);
+  ASSERT_EQ(written.size(), 3u);
+  EXPECT_EQ(written[0].find(" 50% 1.50 MiB/3.00 MiB, "), 0u) << written[0];
+  EXPECT_EQ(written[2].find("100% 3.00 MiB/3.00 MiB, "), 0u) << written[2];
+  EXPECT_TRUE(written[2].ends_with(" MiB/s")) << written[2];
+}
+
+TEST(Progress, SaysNothingOfWhatIsDoneBeforeTheDelay) {
+  std::ostringstream out;
+  Progress(ProgressOptions(1).output(&out).delay(60.0)).advance();
+  EXPECT_EQ(out.str(), "");
+  {
+    Progress bar(ProgressOptions(2).output(&out).interval(0.0).delay(0.03));
+    bar.advance();
+    EXPECT_EQ(out.str(), "");
+    std::this_thread::sleep_for(std::chrono::milliseconds(40));
+    bar.advance();
+  }
+  EXPECT_EQ(lines(out).size(), 2u) << out.str();
+}
+
 TEST(Progress, IsSilentOffTheMainProcessUnlessTold) {
   std::ostringstream out;
   log::set_process(1, 2, 1);

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 PROGRAM = sys.argv.pop(1)
+PLOT = Path(__file__).resolve().parents[2] / "tools" / "plot_memory.py"
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "Élan vital: naïve CAFÉS, Ærøskøbing & Ελλάδα!",
@@ -227,6 +228,27 @@ class SentenceEncoder(unittest.TestCase):
         self.assertIn("model.safetensors", run(self.folder, status=1))
         (self.folder / "config.json").unlink()
         self.assertIn("config.json", run(self.folder, status=1))
+
+    def test_where_weights_were_is_recorded_and_drawn(self):
+        file, picture = self.folder / "memory.json", self.folder / "memory.svg"
+        plain = run(self.folder, "--device-map", "disk")
+        tracked = run(self.folder, "--device-map", "disk", "--memory", str(file))
+        self.assertEqual(tracked["embeddings"], plain["embeddings"])
+        process = json.loads(file.read_text())["processes"][0]
+        self.assertEqual([region["path"] for region in process["regions"]], ["first forward", "second forward"])
+        visits = process["visits"]
+        self.assertEqual({(visit["from"], visit["place"]) for visit in visits}, {("disk", "cpu")})
+        # Each forward brings each module once: 4 of the embeddings and 8 a layer; beside its weights there is padding.
+        self.assertEqual(len(visits), 2 * (4 + 8 * CONFIG["num_hidden_layers"]))
+        for forward, region in enumerate(process["regions"]):
+            inside = [visit for visit in visits if region["begin_ns"] <= visit["begin_ns"] and visit["end_ns"] <= region["end_ns"]]
+            self.assertEqual(len({visit["name"] for visit in inside}), len(visits) // 2, region["path"])
+            self.assertGreaterEqual(sum(visit["bytes"] for visit in inside), plain["weights_read_bytes"])
+        done = subprocess.run([sys.executable, PLOT, file, "--output", picture], capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        drawn = picture.read_text()
+        for words in ("encoder.layer.5.output.dense", "disk to cpu", "second forward"):
+            self.assertIn(words, drawn)
 
     def write_map(self, entries):
         (self.folder / "some.json").write_text(json.dumps(entries))

@@ -48,6 +48,13 @@ void play(const std::string& name, const Group& world) {
     reduce(world);
     if (rank == victim) std::raise(SIGKILL);
     while (true) reduce(world);
+  } else if (name == "kill_scatter" || name == "stop_scatter") {
+    const auto scatter = [&] {
+      world.reduce_scatter_into(at::zeros({4}), at::ones({4 * world.size()})).wait();
+    };
+    scatter();
+    if (rank == victim) std::raise(name == "kill_scatter" ? SIGKILL : SIGSTOP);
+    while (true) scatter();
   } else if (name == "stop") {
     reduce(world);
     if (rank == victim) std::raise(SIGSTOP);
@@ -246,9 +253,11 @@ class Ranks {
   Clock::time_point began_ = Clock::now();
 };
 
-void expect_lost(const Outcome& outcome, int lost, const std::string& why, double within) {
+void expect_lost(const Outcome& outcome, int lost, const std::string& why, double within,
+                 const std::string& operation = "all_reduce") {
   EXPECT_EQ(outcome.status, 3) << outcome;
-  EXPECT_TRUE(outcome.has("PeerLostError|all_reduce|" + std::to_string(lost) + "|")) << outcome;
+  EXPECT_TRUE(outcome.has("PeerLostError|" + operation + "|" + std::to_string(lost) + "|"))
+      << outcome;
   EXPECT_TRUE(outcome.has("rank " + std::to_string(lost) + " was lost: " + why)) << outcome;
   EXPECT_LT(outcome.seconds, within) << outcome;
 }
@@ -270,6 +279,15 @@ TEST(Failure, AStoppedRankIsNamedAfterTheHeartbeatTimeout) {
     for (int rank = 0; rank < 3; ++rank) {
       if (rank != victim) expect_lost(run.outcome(rank), victim, "it has been silent", 15);
     }
+  }
+}
+
+TEST(Failure, ReduceScattersEndToo) {
+  for (const auto& [name, why] : {std::pair{"kill_scatter", "its process ended"},
+                                  std::pair{"stop_scatter", "it has been silent"}}) {
+    Ranks run(name, 3);
+    run.set("FAILURE_VICTIM", "1").start_all();
+    for (const int rank : {0, 2}) expect_lost(run.outcome(rank), 1, why, 15, "reduce_scatter");
   }
 }
 
@@ -342,16 +360,21 @@ TEST(Failure, ATakenPortIsNamed) {
   address.sin6_family = AF_INET6;
   socklen_t size = sizeof address;
   ASSERT_EQ(::bind(socket, reinterpret_cast<sockaddr*>(&address), size), 0);
-  ASSERT_EQ(::listen(socket, 1), 0);
+  ASSERT_EQ(::listen(socket, 8), 0);
   ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
   const auto port = std::to_string(ntohs(address.sin6_port));
   Ranks run("part", 2);
-  run.set("MASTER_PORT", port).start(0);
-  const auto outcome = run.outcome(0);
+  run.set("MASTER_PORT", port).set("ACCELERATE_TIMEOUT", "2").start_all();
+  // Rank 0 cannot have it; to the others it is open, and nobody answers there.
+  const auto first = run.outcome(0);
+  const auto second = run.outcome(1);
   ::close(socket);
-  EXPECT_TRUE(outcome.has("ConfigError|")) << outcome;
-  EXPECT_TRUE(outcome.has("Port " + port)) << outcome;
-  EXPECT_LT(outcome.seconds, 15) << outcome;
+  EXPECT_TRUE(first.has("ConfigError|")) << first;
+  EXPECT_TRUE(first.has("Port " + port)) << first;
+  EXPECT_LT(first.seconds, 15) << first;
+  EXPECT_TRUE(second.has("TimeoutError|rendezvous|")) << second;
+  EXPECT_TRUE(second.has("does not answer as a store does")) << second;
+  EXPECT_LT(second.seconds, 15) << second;
 }
 
 TEST(Failure, TwoProcessesOfOneRank) {

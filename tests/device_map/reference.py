@@ -148,16 +148,20 @@ def plain(mapping):
     return [[str(key), value] for key, value in mapping.items()]
 
 
-def run(model, max_memory, balanced=None, no_split=(), dtype=None, special=None, clean=True, fallback=False):
+def run(model, max_memory, balanced=None, no_split=(), dtype=None, special=None, clean=True, fallback=False, offload_buffers=False):
     case = {"max_memory": plain(max_memory), "no_split": list(no_split), "dtype": dtype, "special": {k: str(v).removeprefix("torch.") for k, v in (special or {}).items()},
-            "clean": clean, "fallback": fallback, "balanced": balanced}
+            "clean": clean, "fallback": fallback, "balanced": balanced, "offload_buffers": offload_buffers}
     limits = dict(max_memory)
     try:
         if balanced is not None:
             limits = get_balanced_memory(model, dict(max_memory), list(no_split), dtype, special, low_zero=balanced)
             case["limits"] = plain(limits)
-        case["map"] = plain(infer_auto_device_map(
-            model, dict(limits), list(no_split), dtype, special, clean_result=clean, fallback_allocation=fallback))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            case["map"] = plain(infer_auto_device_map(
+                model, dict(limits), list(no_split), dtype, special, clean_result=clean, offload_buffers=offload_buffers,
+                fallback_allocation=fallback))
+        case["warns"] = any("offload_buffers" in str(warning.message) for warning in said)
     except Exception as error:  # its name is compared with what we do
         case["error"] = f"{type(error).__name__}: {error}"
     return case
@@ -232,7 +236,7 @@ def random_case(rng):
         runs.append(run(model, limits, balanced=balanced,
                         no_split=rng.sample(kinds, rng.randint(0, min(2, len(kinds)))) if kinds else [],
                         dtype=rng.choice([None, None, "float16", "float32"]), clean=rng.random() < 0.6,
-                        fallback=rng.random() < 0.4))
+                        fallback=rng.random() < 0.4, offload_buffers=rng.random() < 0.1))
     return tree_case(model, runs)
 
 

@@ -1,4 +1,6 @@
 // Gradient state and prepared optimizers.
+#include "support/message_of.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/optim/fused.hpp>
 #include <accelerate/optim/optimizer.hpp>
@@ -20,6 +22,7 @@ using optim::FusedAdamW;
 using optim::FusedAdamWOptions;
 using optim::FusedSGD;
 using optim::FusedSGDOptions;
+using testing::message_of;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 
@@ -32,18 +35,6 @@ std::shared_ptr<GradientState> gradients(const GradientAccumulationOptions& opti
 }
 
 double value(const at::Tensor& tensor) { return tensor.item<double>(); }
-
-// The message of the E that `action` throws.
-template <class E, class Action>
-std::string message_of(Action&& action) {
-  try {
-    action();
-  } catch (const E& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing, or another error, was thrown";
-  return {};
-}
 
 /// Notes what an optimizer tells it.
 struct WatchingStrategy : parallel::Strategy {

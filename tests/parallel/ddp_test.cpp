@@ -2,6 +2,7 @@
 // process, which every rank computes for itself.
 
 #include "support/distributed.hpp"
+#include "support/message_of.hpp"
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/prepared_script_module.hpp>
@@ -14,6 +15,7 @@ namespace accelerate {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::world;
 
 struct NetImpl : torch::nn::Module {
@@ -249,25 +251,21 @@ TEST(Ddp, RanksWithDifferentModulesAllRaiseAndNameTheFirstDifference) {
   if (world().size() == 1) GTEST_SKIP() << "one process cannot differ";
   Accelerator accelerator;
   const bool last = world().rank() == world().size() - 1;
-  const auto message_of = [&](auto&& act) -> std::string {
-    try {
-      act();
-    } catch (const DistributedError& error) {
-      return error.what();
-    }
-    return "no error";
-  };
   torch::nn::Sequential wide(torch::nn::Linear(4, 4), torch::nn::Linear(4, last ? 5 : 3));
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(wide); }), HasSubstr("1.weight"));
+  EXPECT_THAT(message_of<DistributedError>([&] { (void)accelerator.prepare(wide); }),
+              HasSubstr("1.weight"));
   torch::nn::Sequential deep(torch::nn::Linear(4, 4));
   if (last) deep->push_back(torch::nn::Linear(4, 4));
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(deep); }), HasSubstr("1.weight"));
+  EXPECT_THAT(message_of<DistributedError>([&] { (void)accelerator.prepare(deep); }),
+              HasSubstr("1.weight"));
   torch::nn::Sequential frozen(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
   if (last) frozen->parameters()[2].set_requires_grad(false);
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(frozen); }), HasSubstr("1.weight"));
+  EXPECT_THAT(message_of<DistributedError>([&] { (void)accelerator.prepare(frozen); }),
+              HasSubstr("1.weight"));
   torch::nn::Linear typed(4, 4);
   if (last) typed->to(torch::kDouble);
-  EXPECT_THAT(message_of([&] { (void)accelerator.prepare(typed); }), HasSubstr("weight"));
+  EXPECT_THAT(message_of<DistributedError>([&] { (void)accelerator.prepare(typed); }),
+              HasSubstr("weight"));
 }
 
 TEST(Ddp, EveryRankStartsFromRankZero) {

@@ -234,9 +234,13 @@ TEST(Fsdp, DelaysChangeNoBit) {
 }
 
 TEST(Fsdp, FrozenTorchScriptModulesHaveNothingToShard) {
-  torch::jit::Module module("empty");
+  torch::jit::Module module("net");
+  module.register_parameter("weight", at::ones({2, 2}), /*is_buffer=*/false);
+  module.define("def forward(self, x):\n  return x.matmul(self.weight)\n");
+  module.eval();
+  const torch::jit::Module frozen = torch::jit::freeze(module);
   try {
-    Fsdp fsdp(ModuleRecord(module), FsdpOptions(), world());
+    Fsdp fsdp(ModuleRecord(frozen), FsdpOptions(), world());
     FAIL();
   } catch (const ShardingError& error) {
     EXPECT_NE(std::string(error.what()).find("torch.jit.freeze"), std::string::npos)
@@ -575,6 +579,81 @@ TEST(Fsdp, PrefetchAfterTheGradientsOfAUnit) {
   // Only the first block of the backward has nobody before it.
   EXPECT_GE(fsdp.statistics().prefetched, fsdp.statistics().gathers - 1);
   fsdp.restore();
+}
+
+TEST(Fsdp, AForwardMoreOnOneRankIsNamedOnEveryRank) {
+  if (world().size() == 1) GTEST_SKIP() << "one process goes one way";
+  zoo::Specimen specimen = zoo::make("tied", 3);
+  Fsdp fsdp(specimen.record, small_units().verify_control_flow(true), world());
+  train_sharded(specimen, fsdp, 2, 1);
+  fsdp.before_forward({});
+  const at::Tensor output = specimen.forward(specimen.input(3));
+  try {
+    if (world().rank() == 0) {
+      fsdp.before_forward({});
+      specimen.forward(specimen.input(3));
+    } else {
+      zoo::loss_of(output).backward();
+    }
+    FAIL() << "one rank ran a forward more and nobody noticed";
+  } catch (const ShardingError& error) {
+    const std::string own = "rank " + std::to_string(world().rank()) + " (this one)";
+    EXPECT_NE(std::string(error.what()).find("The ranks went different ways: " + own),
+              std::string::npos)
+        << error.what();
+  }
+  world().barrier();
+}
+
+// Blocks of which a rank may leave a part out.
+struct Branches : torch::nn::Module {
+  torch::nn::ModuleList blocks{register_module("blocks", torch::nn::ModuleList())};
+  Branches() {
+    for (int i = 0; i < 8; ++i) blocks->push_back(std::make_shared<TwoHeads>());
+  }
+  at::Tensor forward(at::Tensor x, int left_out) {
+    for (int i = 0; i < 8; ++i) {
+      auto& block = *blocks[i]->as<TwoHeads>();
+      at::Tensor y = block.a(x);
+      if (i != left_out) y = y + block.b(x);
+      x = at::constant_pad_nd(y.tanh(), {0, 1});
+    }
+    return x;
+  }
+};
+
+TEST(Fsdp, PartsThatOneRankLeavesOutKeepNobodyWaiting) {
+  for (const bool verify : {false, true}) {
+    torch::manual_seed(4);
+    auto plain = std::make_shared<Branches>();
+    torch::manual_seed(4);
+    auto net = std::make_shared<Branches>();
+    Fsdp fsdp(ModuleRecord(net), small_units().verify_control_flow(verify), world());
+    EXPECT_GE(fsdp.num_units(), 8);
+    for (int step = 0; step < 3; ++step) {
+      // The last but one block is among the first in backward.
+      const int left_out = (world().rank() + step) % 2 == 0 ? 6 : -1;
+      plain->zero_grad();
+      plain->forward(at::ones({2, 4}), left_out).sum().backward();
+      average(plain->parameters());
+      fsdp.before_forward({});
+      net->forward(at::ones({2, 4}), left_out).sum().backward();
+      fsdp.after_backward();
+      fsdp.check_gradients();
+      for (const auto& shard : fsdp.shards()) {
+        const at::Tensor expected = plain->named_parameters()[shard.name].grad();
+        ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
+        if (!expected.defined()) continue;
+        EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
+                                 expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
+                                 1e-6))
+            << shard.name;
+      }
+      for (const at::Tensor& leaf : leaves_of(fsdp)) at::Tensor(leaf).mutable_grad().reset();
+      fsdp.after_zero_grad();
+    }
+    fsdp.restore();
+  }
 }
 
 TEST(Fsdp, DifferentWaysAreNamedOnEveryRank) {

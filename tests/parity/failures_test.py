@@ -154,6 +154,8 @@ class Refusals(unittest.TestCase):
         self.refused(image, "RANK", "2", WORLD_SIZE=2, RANK=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
         self.refused(image, "RANK", "zero", RANK="zero", WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
         self.refused(image, "ACCELERATE_TIMEOUT", "soon", ACCELERATE_TIMEOUT="soon")
+        self.refused(image, "fp8", ACCELERATE_MIXED_PRECISION="fp8")
+        self.refused([*image, "--dtype", "float64"], "float64", "bf16", ACCELERATE_MIXED_PRECISION="bf16")
         with socket.socket() as holder:
             holder.bind(("", 0))
             holder.listen()
@@ -261,10 +263,23 @@ class Deaths(unittest.TestCase):
         # Rank 0 more often: it keeps the store, and the others learn of its end in two ways, in either order.
         for victim in (1, 0, 2, 0, 0):
             self.dies(victim, signal.SIGKILL, "its process ended")
+        for victim in (0, 1):
+            self.dies(victim, signal.SIGKILL, "its process ended", ACCELERATE_STRATEGY="fsdp")
+
+    def test_a_timeout_names_the_unit(self):
+        """Without heartbeats nobody knows that a rank stands still; what was waited for is said all the same."""
+        with Ranks([self.endless] * 2, ACCELERATE_HEARTBEAT_TIMEOUT=0, ACCELERATE_TIMEOUT=4, ACCELERATE_STRATEGY="fsdp") as ranks:
+            for process in ranks.processes:
+                until_trains(process.pid)
+            ranks.processes[1].send_signal(signal.SIGSTOP)
+            self.assertEqual(ranks.wait(0, AFTER_DEATH_S), 1, ranks.stderr(0))
+            self.assertRegex(ranks.stderr(0), r"(Gathering|Reducing the gradients of) the unit '.*' failed")
+            self.assertIn("the timeout of 4.0 s", ranks.stderr(0))
 
     def test_stopped_without_our_launcher(self):
         for victim in (0, 2):
             self.dies(victim, signal.SIGSTOP, "it has been silent for 3", ACCELERATE_HEARTBEAT_TIMEOUT=3)
+        self.dies(1, signal.SIGSTOP, "it has been silent for 3", ACCELERATE_HEARTBEAT_TIMEOUT=3, ACCELERATE_STRATEGY="fsdp")
 
 
 if __name__ == "__main__":

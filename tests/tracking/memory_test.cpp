@@ -229,6 +229,29 @@ TEST_F(Memory, TheBufferIsBoundedAndLosesNoPeak) {
   EXPECT_EQ(json.at("region_totals").at("even").at("count"), 100);
 }
 
+TEST_F(Memory, VisitsAreRecordedFromAnyThreadAndBounded) {
+  MemoryTracker tracker(
+      MemoryTrackerOptions().interval(std::chrono::milliseconds(100000)).capacity(16));
+  const auto now = std::chrono::steady_clock::now();
+  const auto ms = [](int count) { return std::chrono::milliseconds(count); };
+  std::thread([&] {
+    tracker.add({"0.weight", "disk", "cpu", 5 * kMiB, now + ms(1), now + ms(3), now + ms(8)});
+  }).join();
+  const Json visit = tracker.to_json().at("visits").at(0);
+  EXPECT_EQ(visit.at("name"), "0.weight");
+  EXPECT_EQ(visit.at("from"), "disk");
+  EXPECT_EQ(visit.at("place"), "cpu");
+  EXPECT_EQ(visit.at("bytes"), 5 * kMiB);
+  const auto time = [&](const char* key) { return visit.at(key).get<std::int64_t>(); };
+  EXPECT_GE(time("begin_ns"), 1000000);
+  EXPECT_EQ(time("used_ns") - time("begin_ns"), 2000000);
+  EXPECT_EQ(time("end_ns") - time("used_ns"), 5000000);
+  for (int i = 0; i < 40; ++i) tracker.add({std::to_string(i), "cpu", "cuda:0", 1, now, now, now});
+  const Json json = tracker.to_json();
+  EXPECT_LE(json.at("visits").size(), 16U);
+  EXPECT_EQ(json.at("sampling").at("visits_kept_one_in"), 4);
+}
+
 TEST_F(Memory, FilesAreWholeOrNotThere) {
   const std::string folder = ::testing::TempDir() + "/memory_files";
   std::filesystem::create_directories(folder);

@@ -340,7 +340,7 @@ class Accelerator {
   static void print_line(const std::string& line);
 
   AcceleratorOptions options_;
-  State* state_ = nullptr;
+  std::shared_ptr<State> state_;
   MixedPrecision mixed_precision_ = MixedPrecision::no;
   StrategyKind strategy_ = StrategyKind::single;
   FsdpOptions fsdp_;

@@ -91,6 +91,11 @@ struct AcceleratorOptions {
   TORCH_ARG(ProjectConfiguration, project_config);
 
  public:
+  /// Sets the folder in `project_config`.
+  AcceleratorOptions& project_dir(std::filesystem::path folder) {
+    project_config_.project_dir(std::move(folder));
+    return *this;
+  }
   /// What a DeepSpeed configuration asks for: stage, offload, precision, accumulation, clipping.
   /// Read it with `DeepSpeedConfig::read_file`, whose context fills in "auto". Environment:
   /// ACCELERATE_USE_DEEPSPEED with ACCELERATE_DEEPSPEED_CONFIG_FILE. Options of the same meaning

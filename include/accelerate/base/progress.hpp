@@ -21,7 +21,7 @@ class ProgressOptions {
   ACCELERATE_ARG(std::optional<std::int64_t>, total);
   /// What stands before the bar.
   ACCELERATE_ARG(std::string, description);
-  /// What is counted, in the rate ("12.3 batches/s").
+  /// What is counted, in the rate ("12.3 batches/s"). "bytes" are written as KiB, MiB, GiB.
   ACCELERATE_ARG(std::string, unit) = "batches";
   /// How many were already done, in a run before this one.
   ACCELERATE_ARG(std::int64_t, initial) = 0;
@@ -29,6 +29,8 @@ class ProgressOptions {
   ACCELERATE_ARG(std::optional<bool>, enabled);
   /// The least time between two writings, in seconds. Default: 0.1 on a terminal, 10 elsewhere.
   ACCELERATE_ARG(std::optional<double>, interval);
+  /// Nothing is written in the first so many seconds, and nothing at all when it is done by then.
+  ACCELERATE_ARG(double, delay) = 0.0;
   /// Where it is written. Default: stderr.
   ACCELERATE_ARG(std::ostream*, output) = nullptr;
   /// Whether the output is a terminal, where one line is written over and over. Default: asked of

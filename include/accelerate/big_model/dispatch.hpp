@@ -22,6 +22,10 @@ struct IValue;
 
 namespace accelerate {
 
+namespace tracking {
+class MemoryTracker;
+}
+
 /// How weights come to the device that computes and leave it.
 class OffloadOptions {
   /// Where offloaded weights are computed with. Default: the first accelerator of the device map,
@@ -36,8 +40,8 @@ class OffloadOptions {
   /// The most bytes of offloaded weights on the main device at one time; 0 for no limit. A weight
   /// above it is brought alone. Default: 0.
   TORCH_ARG(std::int64_t, resident_limit) = 0;
-  /// How many modules' weights are brought ahead of their use, from the second forward on. Default:
-  /// 2.
+  /// How many modules' weights are brought ahead of their use, from the second forward on. Pays
+  /// where a core is free for it: on a CPU whose cores all compute, 0 is faster. Default: 2.
   TORCH_ARG(int, prefetch) = 2;
   /// Where weights on disk are. Those that it lacks are written to `offload_dir`.
   TORCH_ARG(WeightStore, weights);
@@ -75,9 +79,9 @@ class Dispatched {
   at::Device main_device() const noexcept;
   OffloadStatistics statistics() const;
   void reset_statistics();
-  /// Writes to `file`, at every end of a forward, when which module's weights came and went, as
-  /// JSON for tools/plot_residency.py.
-  void trace_residency(const std::filesystem::path& file);
+  /// Has `tracker` record when which weights came and went, from the next forward on. It must live
+  /// as long as the module is used, or until null is given instead.
+  void track(tracking::MemoryTracker* tracker);
   /// Ends the offloading: every weight is an ordinary tensor of the module, on the CPU where it was
   /// offloaded. Throws OutOfMemoryError, and changes nothing, when they do not fit.
   void remove_offload();
@@ -270,7 +274,7 @@ class HookedModel {
 /// Keeps a module in host memory until it is called, and then on `execution_device` until
 /// `hook.offload()`, or until the model that was given its hook as `previous` is called: for
 /// pipelines of models that run one after the other, some of them in a loop. Returns the model to
-/// call, and its hook.
+/// call, and its hook. Throws ConfigError when the device is not there.
 template <big_model::ModuleLike M>
 auto cpu_offload_with_hook(M&& module, at::Device execution_device,
                            std::optional<CpuOffloadHook> previous = {}) {

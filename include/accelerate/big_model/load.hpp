@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/base/progress.hpp>
 #include <accelerate/big_model/dispatch.hpp>
 #include <accelerate/device_map/solver.hpp>
 
@@ -30,8 +31,11 @@ class LoadOptions {
   TORCH_ARG(bool, memory_map) = true;
   /// Files are read by so many threads; 0 for one per core, at most 4. Default: 0.
   TORCH_ARG(int, threads) = 0;
-  /// Whether a bar is shown, once loading has taken half a second. Default: true.
+  /// Whether a bar is shown, with the bytes read and their speed. Default: true.
   TORCH_ARG(bool, progress) = true;
+  /// How it looks and where it goes; its total and unit are set here. Default: on stderr, once
+  /// loading has taken half a second.
+  TORCH_ARG(ProgressOptions, bar) = ProgressOptions().description("Loading weights").delay(0.5);
   /// For maps by name: what each place may hold. Default: what the machine has free.
   TORCH_ARG(std::optional<MaxMemory>, max_memory);
   /// For maps by name: classes whose modules stay whole.

@@ -14,6 +14,10 @@
 
 namespace accelerate {
 
+namespace io {
+class File;
+}
+
 /// Weights on a disk, found by name and read when they are wanted: a checkpoint of safetensors
 /// files where it lies, or an offload folder as Python Accelerate writes it (`index.json`, and a
 /// `.dat` file with the bare bytes of each weight). Reading takes no more memory than a few
@@ -32,6 +36,11 @@ class WeightStore {
 
     std::int64_t elements() const;
     std::int64_t bytes() const;
+    /// Rows from `begin` up to `end` out of the open file into `tensor`, which has their shape;
+    /// floating-point ones are cast to its dtype. `name` is for the message when the file's size
+    /// has changed since it was found, a CheckpointError.
+    void read_rows(const io::File& opened, std::string_view name, std::int64_t begin,
+                   std::int64_t end, const at::Tensor& tensor) const;
   };
 
   /// Nothing.

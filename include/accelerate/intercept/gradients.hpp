@@ -59,7 +59,8 @@ class Gradients {
   struct Hook;
   struct Collected {
     UnitGradients gradients;
-    std::vector<bool> arrived;  // in this backward
+    std::vector<bool> expected;  // by this backward: its graph reaches the parameter
+    std::vector<bool> arrived;   // in this backward
   };
 
   void receive(std::size_t unit, std::size_t parameter);

@@ -68,7 +68,7 @@ class Strategy {
   const ModuleRecord& module() const noexcept { return module_; }
 
   /// Around every prepared forward. `outputs` are the tensors of what forward returned.
-  virtual void before_forward(const ForwardContext&) {}
+  virtual void before_forward(const ForwardContext& context) { forwarded_ |= context.grad_enabled; }
   virtual void after_forward(const ForwardContext&, const std::vector<at::Tensor>& outputs) {}
   /// True when after_forward wants the outputs (collecting them costs a walk over the tree).
   virtual bool wants_outputs() const noexcept { return false; }
@@ -83,7 +83,7 @@ class Strategy {
   /// Called before an optimizer over this module's parameters steps. Throws StateError when the
   /// gradients are not what training needs, for example those of a forward that went around the
   /// prepared module and so were never reduced.
-  virtual void check_gradients() {}
+  virtual void check_gradients();
   /// Called after an optimizer over this module's parameters stepped, and after its gradients were
   /// cleared, which may be between a forward and its backward.
   virtual void after_step() {}
@@ -129,8 +129,14 @@ class Strategy {
  protected:
   /// In the group that the module is spread over.
   virtual int rank() const noexcept { return 0; }
+  /// Throws StateError when the prepared module was never called, so that gradients come from
+  /// forwards of the bare one.
+  void require_forward() const;
 
   ModuleRecord module_;
+
+ private:
+  bool forwarded_ = false;
 };
 
 /// What gradients of this norm are multiplied by so that it is at most `max_norm`; as

@@ -41,12 +41,14 @@ class State {
   /// Creates the state, or returns the existing one. Collective on first use. Throws StateError
   /// when one exists that was made with other options, ConfigError for a broken environment and
   /// DistributedError when the ranks do not find each other.
-  static State& initialize(const StateOptions& options, const Environment& environment);
+  static std::shared_ptr<State> initialize(const StateOptions& options,
+                                           const Environment& environment);
   /// Throws StateError when nothing was initialised.
   static State& instance();
   static bool is_initialized() noexcept;
   /// Leaves the process group in good order. A later `initialize` may use other options. Does
-  /// nothing without a state. What still holds a Group of the old world may not use it any more.
+  /// nothing without a state. Who holds the old one still can ask it who this process was; its
+  /// groups do not communicate any more.
   static void shutdown();
 
   const Topology& topology() const noexcept { return topology_; }

@@ -22,7 +22,7 @@ class MemoryTrackerOptions {
   /// The proportional set size is read with every so many samples: the kernel walks all pages of
   /// the process for it, which takes milliseconds for gigabytes. 0: never. Default: 50.
   TORCH_ARG(std::int64_t, pss_every) = 50;
-  /// Samples kept, and regions kept, at most; at least 16. Default: 8192.
+  /// Samples kept, and as many regions and visits, at most; at least 16. Default: 8192.
   TORCH_ARG(std::int64_t, capacity) = 8192;
   /// The device whose allocator is asked besides; none, or the CPU, for the host alone. While it
   /// tracks a device, the tracker resets the peak statistics of that device's allocator. Default:
@@ -32,6 +32,16 @@ class MemoryTrackerOptions {
   TORCH_ARG(std::string, label);
   /// Which process this is among many. Default: 0.
   TORCH_ARG(int, rank) = 0;
+};
+
+/// Bytes that came to a place and left it again, as a dispatched module's weights do.
+struct Visit {
+  std::string name;
+  /// Where they came from and to: "disk", "cpu", "cuda:0".
+  std::string from, place;
+  std::int64_t bytes = 0;
+  /// When they were asked for (from then on they take memory), first used, and gone.
+  std::chrono::steady_clock::time_point asked, used, gone;
 };
 
 /// Records where the memory of this process goes: a thread samples resident set, proportional set,
@@ -66,7 +76,10 @@ class MemoryTracker {
   /// Regions of one thread nest: one begun inside "step" is called "step/forward".
   Region region(std::string name) { return {*this, std::move(name)}; }
 
-  /// Ends sampling; regions still count. Later calls do nothing.
+  /// Records a visit that is over. May be called by any thread.
+  void add(Visit visit);
+
+  /// Ends sampling; regions and visits still count. Later calls do nothing.
   void stop();
 
   /// What was recorded so far, as docs/memory.md describes it.
