@@ -1,11 +1,20 @@
-// save_state and load_state against moving the same bytes with plain large sequential I/O, what an
-// asynchronous save holds training up, and what skipping batches costs.
+// save_state and load_state against moving the same bytes with plain large sequential I/O, the
+// memory that they need, what an asynchronous save holds training up, and what skipping batches
+// costs.
 //
 //   checkpoint FOLDER [GIGABYTES]        one process
 //   accelerate-cpp launch -n 2 checkpoint FOLDER [GIGABYTES]        two, sharded
 //
 // The first process prints a line of JSON for each figure: medians of three rounds in which both
 // sides took turns. On several processes both sides move each process' share.
+//
+// What must be moved at the least, for each byte of state. Saving: one read of memory and one write
+// to the page cache, as plain writing; besides, one checksum (XXH3), and a CRC32 in optimizer.bin,
+// which Python's format wants: threads beside those that write. Loading into what is in use:
+// everything is read and checksummed, and only then read again from the page cache, for nothing may
+// change before all is verified. From a cold cache that is 1/disk + 1/memory where plain reading
+// takes 1/disk. Loading into a new run: what an optimizer has no state for yet, which is two thirds
+// with AdamW, is read once.
 #include <accelerate/accelerate.hpp>
 #include <accelerate/io/checksum.hpp>
 
@@ -16,7 +25,9 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
+#include <optional>
 
 #include "measure.hpp"
 
@@ -50,6 +61,44 @@ struct Numbers {
   std::optional<std::size_t> size() const { return 4'000'000; }
 };
 
+auto prepare(accelerate::Accelerator& accelerator, Net& net, torch::optim::AdamW& adam) {
+  return accelerator.prepare(
+      net, adam,
+      accelerate::data::loader(Numbers(), torch::data::DataLoaderOptions().batch_size(4)));
+}
+
+// A program that has prepared, and not taken a step.
+struct Run {
+  Run(const accelerate::AcceleratorOptions& options, int layers)
+      : accelerator(options),
+        net(layers),
+        adam(net->parameters(), 1e-3),
+        prepared(prepare(accelerator, net, adam)) {}
+  accelerate::Accelerator accelerator;
+  Net net;
+  torch::optim::AdamW adam;
+  decltype(prepare(accelerator, net, adam)) prepared;
+};
+
+// By how many bytes this process grew at most while it worked.
+double growth(const std::function<void()>& work) {
+  const auto kilobytes = [](const std::string& key) {
+    std::ifstream status("/proc/self/status");
+    for (std::string word; status >> word;) {
+      if (word == key) {
+        double value = 0;
+        status >> value;
+        return value;
+      }
+    }
+    throw accelerate::StateError("/proc/self/status has no " + key);
+  };
+  std::ofstream("/proc/self/clear_refs") << "5";  // the peak begins anew
+  const double before = kilobytes("VmRSS:");
+  work();
+  return (kilobytes("VmHWM:") - before) * 1024;
+}
+
 void make_cold(const fs::path& folder) {
   for (const auto& entry : fs::directory_iterator(folder)) {
     File file = File::open_writable(entry.path());
@@ -68,12 +117,12 @@ void plain_write(const fs::path& path, const at::Tensor& bytes) {
   file.close();
 }
 
-void plain_read(const fs::path& path, const at::Tensor& into, bool check) {
+void plain_read(const fs::path& path, const at::Tensor& into, bool check, std::size_t from = 0) {
   const File file = File::open(path);
   auto* data = static_cast<std::byte*>(into.mutable_data_ptr());
   for (std::size_t at = 0; at < into.nbytes(); at += kCall) {
     const std::size_t next = std::min(kCall, into.nbytes() - at);
-    file.read(data + at, next, at);
+    file.read(data + at, next, from + at);
     if (check) accelerate::io::block_checksums({data + at, next});
   }
 }
@@ -94,13 +143,18 @@ int main(int argc, char** argv) {
   accelerate::AcceleratorOptions options;
   options.cpu(true);
   if (std::getenv("WORLD_SIZE") != nullptr) options.strategy(accelerate::StrategyKind::fsdp);
-  accelerate::Accelerator accelerator(options);
   const int layers = std::max(1, static_cast<int>(gigabytes * 1e9 / (3.0 * 4 * kWidth * kWidth)));
-  Net net(layers);
-  torch::optim::AdamW adam(net->parameters(), 1e-3);
-  auto [model, optimizer, loader] = accelerator.prepare(
-      net, adam,
-      accelerate::data::loader(Numbers(), torch::data::DataLoaderOptions().batch_size(4)));
+  const double bytes = layers * 3.0 * 4 * (kWidth * kWidth + kWidth);
+  // What is read plainly, the checkpoint, and the one that replaces it.
+  if (const auto free = static_cast<double>(accelerate::io::free_bytes(argv[1]));
+      free < 3.1 * bytes) {
+    std::cerr << "The disk of " << argv[1] << " has " << free / 1e9 << " GB free, and "
+              << 3.1 * bytes / 1e9 << " GB are needed. Name another folder, or fewer gigabytes.\n";
+    return 1;
+  }
+  Run run(options, layers);
+  accelerate::Accelerator& accelerator = run.accelerator;
+  auto& [model, optimizer, loader] = run.prepared;
   accelerator.backward(model(at::ones({1, kWidth})).sum());
   optimizer.step();
   optimizer.zero_grad();
@@ -114,7 +168,6 @@ int main(int argc, char** argv) {
   if (accelerator.is_main_process()) fs::create_directories(plain);
   accelerator.wait_for_everyone();
 
-  const double bytes = layers * 3.0 * 4 * (kWidth * kWidth + kWidth);
   const at::Tensor share =
       at::ones({static_cast<std::int64_t>(bytes / accelerator.num_processes())}, at::kByte);
   const auto take_turns = [&](const char* name, const std::function<void()>& before,
@@ -150,6 +203,18 @@ int main(int argc, char** argv) {
       },
       [&] { plain_write(own, share); }, [&] { accelerator.save_state(saved); });
   plain_write(own, share);
+  const auto report_growth = [&](const char* name, const std::function<void()>& work) {
+    double most = 0;
+    for (const std::string& one :
+         accelerator.world().all_gather_bytes(std::to_string(growth(work))))
+      most = std::max(most, std::stod(one));
+    report(accelerator, {{"benchmark", name},
+                         {"processes", accelerator.num_processes()},
+                         {"megabytes", most / 1e6},
+                         {"ratio", most * accelerator.num_processes() / bytes}});
+  };
+  report_growth("peak extra memory of save_state", [&] { accelerator.save_state(saved); });
+  report_growth("peak extra memory of load_state", [&] { accelerator.load_state(saved); });
   take_turns(
       "load_state, warm cache, over reading and checking", [] {},
       [&] { plain_read(own, share, true); }, [&] { accelerator.load_state(saved); });
@@ -161,6 +226,24 @@ int main(int argc, char** argv) {
         make_cold(saved);
       },
       [&] { plain_read(own, share, false); }, [&] { accelerator.load_state(saved); });
+
+  std::optional<Run> fresh;
+  take_turns(
+      "load_state into a new run, cold cache, over reading",
+      [&] {
+        fresh.reset();
+        fresh.emplace(options, layers);
+        if (!accelerator.is_main_process()) return;
+        make_cold(plain);
+        make_cold(saved);
+      },
+      [&] {  // into new memory what a new optimizer has no memory for
+        plain_read(own, share.narrow(0, 0, share.numel() / 3), false);
+        const auto third = static_cast<std::size_t>(share.numel() / 3);
+        plain_read(own, at::empty({share.numel() - share.numel() / 3}, at::kByte), false, third);
+      },
+      [&] { fresh->accelerator.load_state(saved); });
+  fresh.reset();
 
   std::vector<double> stalls;
   for (int round = 0; round < 3; ++round) {

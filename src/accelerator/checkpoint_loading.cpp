@@ -218,6 +218,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
       for (NamedTensor& entry : tensors) {
         entry.tensor = entry.tensor.detach().clone();
         group.parts.push_back(checkpoints::whole_part(entry.name, entry.tensor));
+        group.parts.back().fresh = true;
       }
       load.want_all(group, /*strict=*/true);
     }

@@ -16,16 +16,23 @@ using torch::optim::Optimizer;
 
 namespace {
 
-PyValue to_python(const Json& json) {
-  if (json.is_null()) return {};
-  if (json.is_boolean()) return json.get<bool>();
-  if (json.is_number_float()) return json.get<double>();
-  if (json.is_number_integer()) return json.get<std::int64_t>();
-  if (json.contains("double")) return std::stod(json.at("double").get<std::string>());
-  if (json.contains("string")) return json.at("string").get<std::string>();
+// An option or a state that is no tensor.
+PyValue to_python(const c10::IValue& value) {
+  if (value.isNone()) return {};
+  if (value.isBool()) return value.toBool();
+  if (value.isDouble()) return value.toDouble();
+  if (value.isInt()) return value.toInt();
+  if (value.isString()) return value.toStringRef();
   PyList list;
-  list.tuple = json.contains("tuple");
-  for (const Json& item : json.begin().value()) list.items.push_back(to_python(item));
+  list.tuple = value.isTuple();
+  if (list.tuple) {
+    for (const c10::IValue& item : value.toTupleRef().elements())
+      list.items.push_back(to_python(item));
+  } else if (value.isDoubleList()) {
+    for (const double item : value.toDoubleVector()) list.items.push_back(item);
+  } else {
+    for (const std::int64_t item : value.toIntVector()) list.items.push_back(item);
+  }
   return list;
 }
 
@@ -39,7 +46,8 @@ PyValue python_state(const Json& description, const std::vector<TensorPart>& par
   std::int64_t index = 0;
   for (const Json& group : description.at("param_groups")) {
     PyDict saved;
-    for (const auto& [key, value] : group.at("options").items()) saved.add(key, to_python(value));
+    for (const auto& [key, value] : group.at("options").items())
+      saved.add(key, to_python(from_json(value)));
     PyList indices;
     for (const Json& name : group.at("params")) {
       const auto found = description.at("state").find(name.get<std::string>());
@@ -48,7 +56,7 @@ PyValue python_state(const Json& description, const std::vector<TensorPart>& par
         for (const auto& [key, entry] : found->items()) {
           const std::string full = name.get<std::string>() + "/" + key;
           if (entry.at("kind") == kValue) {
-            entries.add(key, to_python(entry.at("value")));
+            entries.add(key, to_python(from_json(entry.at("value"))));
           } else if (entry.at("kind") == kList) {
             PyList list;
             for (std::size_t i = 0; i < entry.at("shapes").size(); ++i) {

@@ -223,7 +223,9 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
             at::Tensor tensor = at::empty(
                 shape.get<std::vector<std::int64_t>>(),
                 place_of(load.manifest(), name, as, slot.shard.leaf, entry.contains("cpu"), path));
-            load.want(name, whole_part(as, tensor));
+            TensorPart part = whole_part(as, tensor);
+            part.fresh = true;
+            load.want(name, std::move(part));
             return tensor;
           };
           if (kind == kValue) {
@@ -234,14 +236,14 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
             // Strides too: a step over tensors that lie alike adds in the same order.
             const at::Tensor& leaf = slot.shard.leaf;
             at::Tensor tensor = present_state(g, incoming.size() - 1, key);
-            if (!tensor.defined() || tensor.sizes() != leaf.sizes() ||
-                tensor.strides() != leaf.strides() ||
-                tensor.scalar_type() != tensor_options.dtype().toScalarType() ||
-                tensor.device() != tensor_options.device()) {
-              tensor = at::empty_strided(leaf.sizes(), leaf.strides(), tensor_options);
-            }
+            const bool fresh = !tensor.defined() || tensor.sizes() != leaf.sizes() ||
+                               tensor.strides() != leaf.strides() ||
+                               tensor.scalar_type() != tensor_options.dtype().toScalarType() ||
+                               tensor.device() != tensor_options.device();
+            if (fresh) tensor = at::empty_strided(leaf.sizes(), leaf.strides(), tensor_options);
             TensorPart part = part_of(slot.shard, tensor);
             part.name = full;
+            part.fresh = fresh;
             load.want(name, std::move(part));
             state->emplace(key, std::move(tensor));
           } else if (kind == kWhole) {

@@ -4,6 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,5 +22,11 @@ struct Pickled {
 
 /// Throws UnsupportedError when a tensor in it is sparse, quantized, undefined or without data.
 Pickled pickle(const PyValue& value);
+
+/// Writes it as the archive that torch.save makes: gives `sink` its bytes in their order. Storages
+/// on the host are given from where they lie, each in one call. Throws what `sink` throws.
+void write_archive(const Pickled& pickled,
+                   const std::function<void(std::span<const std::byte>)>& sink,
+                   const std::string& path);
 
 }  // namespace accelerate::checkpoints

@@ -121,46 +121,56 @@ PyValue load_pt(const fs::path& path) {
   }
 }
 
+void write_archive(const Pickled& pickled,
+                   const std::function<void(std::span<const std::byte>)>& sink,
+                   const std::string& path) {
+  std::exception_ptr failure;
+  try {
+    // Of a failed write it is told nothing: LibTorch's writer throws in its destructor then, which
+    // ends the process.
+    caffe2::serialize::PyTorchStreamWriter writer(
+        [&](const void* data, std::size_t bytes) -> std::size_t {
+          if (failure) return bytes;
+          try {
+            sink({static_cast<const std::byte*>(data), bytes});
+          } catch (...) {
+            failure = std::current_exception();
+          }
+          return bytes;
+        });
+    const auto record = [&](const std::string& name, std::string_view text) {
+      writer.writeRecord(name, text.data(), text.size());
+    };
+    record("data.pkl", pickled.pickle);
+    record(".format_version", "1");
+    record(".storage_alignment", "64");
+    record("byteorder", "little");
+    for (std::size_t i = 0; i < pickled.storages.size() && !failure; ++i) {
+      const at::Tensor host = pickled.storages[i].to(at::kCPU);
+      record("data/" + std::to_string(i),
+             {static_cast<const char*>(host.const_data_ptr()), host.nbytes()});
+    }
+    writer.writeEndOfFile();
+  } catch (const c10::Error&) {
+    std::throw_with_nested(CheckpointError("Could not write " + path + ".", path));
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
 void save_pt(const PyValue& value, const fs::path& path) {
   const Pickled pickled = pickle(value);
   fs::path partial = path;
   partial += text::concat(".", ::getpid(), ".partial");
-  std::exception_ptr failure;
   try {
     io::File file = io::File::create(partial);
     std::uint64_t at = 0;
-    try {
-      // Of a failed write it is told nothing: LibTorch's writer throws in its destructor then,
-      // which ends the process.
-      caffe2::serialize::PyTorchStreamWriter writer(
-          [&](const void* data, std::size_t bytes) -> std::size_t {
-            if (failure) return bytes;
-            try {
-              file.write(data, bytes, at);
-              at += bytes;
-            } catch (...) {
-              failure = std::current_exception();
-            }
-            return bytes;
-          });
-      const auto record = [&](const std::string& name, std::string_view text) {
-        writer.writeRecord(name, text.data(), text.size());
-      };
-      record("data.pkl", pickled.pickle);
-      record(".format_version", "1");
-      record(".storage_alignment", "64");
-      record("byteorder", "little");
-      for (std::size_t i = 0; i < pickled.storages.size() && !failure; ++i) {
-        const at::Tensor host = pickled.storages[i].to(at::kCPU);
-        record("data/" + std::to_string(i),
-               {static_cast<const char*>(host.const_data_ptr()), host.nbytes()});
-      }
-      writer.writeEndOfFile();
-    } catch (const c10::Error&) {
-      std::throw_with_nested(
-          CheckpointError("Could not write " + path.string() + ".", path.string()));
-    }
-    if (failure) std::rethrow_exception(failure);
+    write_archive(
+        pickled,
+        [&](std::span<const std::byte> bytes) {
+          file.write(bytes.data(), bytes.size(), at);
+          at += bytes.size();
+        },
+        path.string());
     file.sync();
     file.close();
     io::rename_durably(partial, path);

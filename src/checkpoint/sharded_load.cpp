@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <set>
@@ -65,6 +66,10 @@ Load::Load(comm::Group group, const fs::path& folder) : group_(std::move(group))
     manifest_ = io::Manifest::read(folder_);
     manifest_.check_files(folder_);
   });
+  first_block_.assign(1, 0);
+  for (const io::SavedFile& file : manifest_.files)
+    first_block_.push_back(first_block_.back() + file.checksums.size());
+  taken_.assign(first_block_.back(), false);
 }
 
 void Load::want(std::string_view group, TensorPart part) {
@@ -127,40 +132,72 @@ void Load::want_all(const TensorGroup& group, bool strict) {
   throw CheckpointError(message, folder_.string());
 }
 
+// The elements that are wanted are consecutive where they were saved, and of the same dtype.
+bool Load::Wanted::is_direct() const {
+  return part.data.is_cpu() && part.data.scalar_type() == tensor_dtype(saved->dtype) &&
+         part.data.is_contiguous() &&
+         (part.is_whole() ? saved->order.empty() : saved->order == part.order);
+}
+
+// Calls `visit(block, move)` for each block that has wanted bytes, with these bytes. They have no
+// place where they are not direct.
+template <class Visitor>
+void Load::for_each_block(const Wanted& wanted, Visitor&& visit) const {
+  const io::SavedTensor& saved = *wanted.saved;
+  const bool all = !wanted.part.is_whole() && saved.order != wanted.part.order;
+  const std::int64_t wanted_first = all ? 0 : wanted.part.first;
+  auto* const data =
+      wanted.is_direct() ? static_cast<std::byte*>(wanted.part.data.mutable_data_ptr()) : nullptr;
+  io::PieceReader::for_each_part(
+      saved, wanted_first, all ? saved.elements() : wanted.part.count,
+      [&](const io::Piece& piece, std::int64_t first, std::int64_t count) {
+        const std::uint64_t from = piece.position + saved.bytes(first - piece.first);
+        const std::uint64_t to = from + saved.bytes(count);
+        for (std::uint64_t at = from; at < to;) {
+          const std::uint64_t block = at / io::kChecksumBlock;
+          const std::uint64_t end = std::min<std::uint64_t>(to, (block + 1) * io::kChecksumBlock);
+          auto* const place =
+              data == nullptr ? nullptr : data + saved.bytes(first - wanted_first) + (at - from);
+          visit(first_block_[piece.file] + block, Move{piece.file, at, end - at, place});
+          at = end;
+        }
+      });
+}
+
 void Load::verify() {
   // Which blocks this process needs: one bit each, file after file. What several need, one of them
   // checks; what nobody needs, anybody.
-  std::vector<std::size_t> begin{0};
-  for (const io::SavedFile& file : manifest_.files)
-    begin.push_back(begin.back() + file.checksums.size());
-  std::string needed(begin.back(), '0');
+  std::string needed(first_block_.back(), '0');
+  std::vector<std::vector<Move>> fresh(needed.size());
   for (const Wanted& wanted : wanted_) {
-    const io::SavedTensor& saved = *wanted.saved;
-    const bool all = saved.order != wanted.part.order;
-    io::PieceReader::for_each_part(
-        saved, all ? 0 : wanted.part.first, all ? saved.elements() : wanted.part.count,
-        [&](const io::Piece& piece, std::int64_t first, std::int64_t count) {
-          const std::uint64_t from = piece.position + saved.bytes(first - piece.first);
-          const std::uint64_t to = from + saved.bytes(count);
-          for (std::uint64_t block = from / io::kChecksumBlock; block * io::kChecksumBlock < to;
-               ++block)
-            needed[begin[piece.file] + block] = '1';
-        });
+    for_each_block(wanted, [&](std::size_t block, const Move& move) {
+      needed[block] = '1';
+      if (wanted.part.fresh && move.to != nullptr) fresh[block].push_back(move);
+    });
   }
   const auto all = group_.all_gather_bytes(needed);
   together(group_, "verifying a checkpoint", folder_.string(), [&] {
     std::vector<std::size_t> who;
     for (std::size_t f = 0; f < manifest_.files.size(); ++f) {
+      const std::size_t begin = first_block_[f];
       std::vector<std::size_t> blocks;
-      for (std::size_t at = begin[f]; at < begin[f + 1]; ++at) {
+      for (std::size_t at = begin; at < first_block_[f + 1]; ++at) {
         who.clear();
         for (std::size_t rank = 0; rank < all.size(); ++rank) {
           if (all[rank][at] == '1') who.push_back(rank);
         }
-        const std::size_t checker = who.empty() ? at % all.size() : who[at % who.size()];
-        if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin[f]);
+        // Sixteen neighbours each: disks like long reads.
+        const std::size_t turn = at / 16;
+        const std::size_t checker = who.empty() ? turn % all.size() : who[turn % who.size()];
+        if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin);
       }
-      io::verify_blocks(folder_, manifest_.files[f], blocks);
+      io::verify_blocks(folder_, manifest_.files[f], blocks,
+                        [&](std::size_t block, std::span<const std::byte> bytes) {
+                          for (const Move& move : fresh[begin + block])
+                            std::memcpy(move.to, &bytes[move.position % io::kChecksumBlock],
+                                        move.bytes);
+                        });
+      for (const std::size_t block : blocks) taken_[begin + block] = true;
     }
   });
 }
@@ -187,50 +224,58 @@ std::string Load::text(const std::string& name) const {
   return contents;
 }
 
-void Load::read_one(const Wanted& wanted, io::PieceReader& reader) const {
+// Through another dtype, device or order.
+void Load::convert(const Wanted& wanted, io::PieceReader& reader) const {
   const io::SavedTensor& saved = *wanted.saved;
   const TensorPart& part = wanted.part;
-  const auto dtype = tensor_dtype(saved.dtype);
-  const bool same_kind = part.data.is_cpu() && part.data.scalar_type() == dtype;
   const auto fill = [&](const at::Tensor& tensor, std::int64_t first, std::int64_t count) {
     reader.read(saved, first, count, static_cast<std::byte*>(tensor.mutable_data_ptr()));
   };
-  const auto options = at::TensorOptions().dtype(dtype);
-  if (saved.order == part.order || part.is_whole()) {
-    // The elements that are wanted are consecutive where they were saved.
-    const bool direct =
-        same_kind && part.data.is_contiguous() && (!part.is_whole() || saved.order.empty());
-    if (direct) {
-      fill(part.data, part.first, part.count);
-      part.data.unsafeGetTensorImpl()->bump_version();
-      return;
-    }
-    if (part.is_whole()) {
-      const at::Tensor lying = at::empty(sizes_in_order(saved.shape, saved.order), options);
-      fill(lying, 0, part.count);
-      part.data.copy_(in_own_order(lying, saved.order));
-    } else {
-      const at::Tensor lying = at::empty(part.data.sizes(), options);
-      fill(lying, part.first, part.count);
-      part.data.copy_(lying);
-    }
+  const auto options = at::TensorOptions().dtype(tensor_dtype(saved.dtype));
+  if (!part.is_whole() && saved.order == part.order) {
+    const at::Tensor lying = at::empty(part.data.sizes(), options);
+    fill(lying, part.first, part.count);
+    part.data.copy_(lying);
     return;
   }
-  // A part in one order of memory out of a tensor saved in another: through the whole tensor.
   const at::Tensor lying = at::empty(sizes_in_order(saved.shape, saved.order), options);
   fill(lying, 0, saved.elements());
   at::Tensor own = in_own_order(lying, saved.order);
+  if (part.is_whole()) {
+    part.data.copy_(own);
+    return;
+  }
+  // A part in one order of memory out of a tensor saved in another.
   if (!part.order.empty()) own = own.permute(part.order);
   part.data.copy_(
       own.contiguous().view(-1).narrow(0, part.first, part.count).view(part.data.sizes()));
 }
 
 void Load::read() {
-  in_threads(std::min(reading_threads(), wanted_.size()), wanted_.size(), [&] {
+  // Threads read blocks, so that they share a large tensor.
+  std::vector<Move> moves;
+  std::vector<const Wanted*> others;
+  for (const Wanted& wanted : wanted_) {
+    if (!wanted.is_direct()) {
+      others.push_back(&wanted);
+      continue;
+    }
+    for_each_block(wanted, [&](std::size_t block, const Move& move) {
+      if (!wanted.part.fresh || !taken_[block]) moves.push_back(move);
+    });
+    wanted.part.data.unsafeGetTensorImpl()->bump_version();
+  }
+  const std::size_t count = moves.size() + others.size();
+  in_threads(std::min(reading_threads(), count), count, [&] {
     const auto reader = std::make_shared<io::PieceReader>(folder_, manifest_);
-    return [this, reader](std::size_t i) {
-      const at::NoGradGuard no_grad;
-      read_one(wanted_[i], *reader);
+    return [&, reader](std::size_t i) {
+      if (i < others.size()) {
+        const at::NoGradGuard no_grad;
+        convert(*others[i], *reader);
+        return;
+      }
+      const Move& move = moves[i - others.size()];
+      reader->file(move.file).read(move.to, move.bytes, move.position);
     };
   });
 }

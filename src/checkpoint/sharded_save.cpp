@@ -1,13 +1,13 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/sharded.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
+#include <accelerate/io/mapped_file.hpp>
 
 #include "checkpoint/pickler.hpp"
-#include "checkpoint/zip_reader.hpp"
+#include "io/checked_writer.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <nlohmann/json.hpp>
@@ -62,6 +62,12 @@ std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
 
 at::Tensor on_host(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
+}
+
+std::string hex_of(const std::vector<std::uint64_t>& checksums) {
+  std::string hex;
+  for (const std::uint64_t sum : checksums) hex += io::checksum_text(sum);
+  return hex;
 }
 
 // What each process tells the others: [name, first, count, whole, of_first_process, bytes].
@@ -293,8 +299,22 @@ void Save::take_snapshot() {
   for (TensorGroup& group : groups_) group.parts.clear();
 }
 
-void Save::write_tensors(const OutFile& file, Json& report) {
-  constexpr std::size_t kAtOnce = std::size_t{8} << 20;
+Json Save::file_report(const OutFile& file, io::CheckedWriter& out,
+                       const std::map<std::string_view, std::uint64_t>& positions) const {
+  Json tensors = Json::array();
+  for (const TensorPart& part : file.parts) {
+    tensors.push_back({part.name, std::string(st::name(file_dtype(part.data.scalar_type()))),
+                       part.shape, part.order, part.first, part.count, positions.at(part.name)});
+  }
+  const std::uint64_t bytes = out.size();
+  return {{"name", file.name},
+          {"bytes", bytes},
+          {"checksums", hex_of(out.finish())},
+          {"group", groups_[file.group].name},
+          {"tensors", std::move(tensors)}};
+}
+
+Json Save::write_tensors(const OutFile& file) {
   const TensorGroup& group = groups_[file.group];
   std::vector<st::TensorInfo> infos;
   std::map<std::string_view, const TensorPart*> by_name;
@@ -306,79 +326,59 @@ void Save::write_tensors(const OutFile& file, Json& report) {
   }
   std::map<std::string, std::string> metadata = group.aliases;
   metadata.emplace("format", "pt");
-  st::Writer writer(partial_ / file.name, st::Header(std::move(infos), std::move(metadata)));
-  const st::Header& header = writer.header();
-  io::BlockChecksums sums;
-  sums.update(std::as_bytes(std::span(header.text())));
-  Json tensors = Json::array();
+  const st::Header header(std::move(infos), std::move(metadata));
+  io::CheckedWriter out(partial_ / file.name, header.file_bytes());
+  out.append(std::as_bytes(std::span(header.text())));
+  std::map<std::string_view, std::uint64_t> positions;
   for (const st::TensorInfo& info : header.tensors()) {
-    const TensorPart& part = *by_name.at(info.name);
-    const at::Tensor host = on_host(part.data);
-    const auto bytes = bytes_of(host);
-    for (std::size_t at = 0; at < bytes.size(); at += kAtOnce) {
-      const auto next = bytes.subspan(at, std::min(kAtOnce, bytes.size() - at));
-      sums.update(next);
-      writer.write(info, next, at);
-      written_bytes_ += next.size();
-    }
-    tensors.push_back({part.name, std::string(st::name(info.dtype)), part.shape, part.order,
-                       part.first, part.count, header.data_offset() + info.begin});
+    const auto host = std::make_shared<const at::Tensor>(on_host(by_name.at(info.name)->data));
+    positions.emplace(info.name, out.size());
+    out.append(bytes_of(*host), host);
+    written_bytes_ += host->nbytes();
   }
-  writer.finish();
-  std::string hex;
-  for (const std::uint64_t sum : sums.finish()) hex += io::checksum_text(sum);
-  report.push_back({{"name", file.name},
-                    {"bytes", header.file_bytes()},
-                    {"checksums", std::move(hex)},
-                    {"group", group.name},
-                    {"tensors", std::move(tensors)}});
+  return file_report(file, out, positions);
 }
 
-void Save::write_python(const OutFile& file, Json& report) {
-  const TensorGroup& group = groups_[file.group];
+Json Save::write_python(const OutFile& file) {
   std::vector<TensorPart> parts = file.parts;
   for (TensorPart& part : parts) {
     part.data = on_host(part.data);
     if (part.data.storage().nbytes() != part.data.nbytes()) part.data = part.data.clone();
   }
-  const PyValue value = group.python(parts);
+  const Pickled pickled = pickle(groups_[file.group].python(parts));
+  std::unordered_map<const void*, std::uint64_t> places;
+  for (const at::Tensor& storage : pickled.storages) places.emplace(storage.const_data_ptr(), 0);
+  const auto kept = std::make_shared<const std::vector<TensorPart>>(std::move(parts));
   const fs::path path = partial_ / file.name;
-  save_pt(value, path);
-  // Where the tensors came to lie in it.
-  const auto map = std::make_shared<const io::MappedFile>(path, io::Advice::kSequential);
-  const ZipReader zip(map);
-  const auto storages = pickle(value).storages;
-  std::unordered_map<const void*, std::uint64_t> positions;
-  for (std::size_t i = 0; i < storages.size(); ++i) {
-    const auto bytes = zip.records().at("data/" + std::to_string(i));
-    positions.emplace(storages[i].const_data_ptr(),
-                      static_cast<std::uint64_t>(bytes.data() - map->bytes().data()));
-  }
-  Json tensors = Json::array();
-  for (const TensorPart& part : parts) {
-    const auto dtype = file_dtype(part.data.scalar_type());
-    tensors.push_back({part.name, std::string(st::name(dtype)), part.shape, part.order, part.first,
-                       part.count, part.count > 0 ? positions.at(part.data.const_data_ptr()) : 0});
-    written_bytes_ += part.data.nbytes();
-  }
-  std::string hex;
-  for (const std::uint64_t sum : io::block_checksums(map->bytes())) hex += io::checksum_text(sum);
-  report.push_back({{"name", file.name},
-                    {"bytes", map->size()},
-                    {"checksums", std::move(hex)},
-                    {"group", group.name},
-                    {"tensors", std::move(tensors)}});
+  // While this thread computes the archive's own checksums, the writer's writes what has them.
+  io::CheckedWriter out(path);
+  write_archive(
+      pickled,
+      [&](std::span<const std::byte> bytes) {
+        const auto storage = places.find(bytes.data());
+        if (storage == places.end()) {
+          out.append(bytes);
+          return;
+        }
+        storage->second = out.size();
+        out.append(bytes, kept);
+        written_bytes_ += bytes.size();
+      },
+      path.string());
+  std::map<std::string_view, std::uint64_t> positions;
+  for (const TensorPart& part : *kept)
+    positions.emplace(part.name, part.count > 0 ? places.at(part.data.const_data_ptr()) : 0);
+  return file_report(file, out, positions);
 }
 
-void Save::write_text(const std::string& name, const std::string& contents, Json& report) {
+Json Save::write_text(const std::string& name, const std::string& contents) const {
   io::File file = io::File::create(partial_ / name);
   file.write(contents.data(), contents.size(), 0);
   file.sync();
   file.close();
-  std::string hex;
-  for (const std::uint64_t sum : io::block_checksums(std::as_bytes(std::span(contents))))
-    hex += io::checksum_text(sum);
-  report.push_back({{"name", name}, {"bytes", contents.size()}, {"checksums", std::move(hex)}});
+  return {{"name", name},
+          {"bytes", contents.size()},
+          {"checksums", hex_of(io::block_checksums(std::as_bytes(std::span(contents))))}};
 }
 
 void Save::complete(const std::vector<std::string>& reports) {
@@ -435,25 +435,20 @@ void Save::complete(const std::vector<std::string>& reports) {
   }
   const fs::path path = partial_ / io::Manifest::kFileName;
   manifest.check(path);
-  const std::string contents = manifest.text();
-  Json ignored = Json::array();
-  write_text(std::string(io::Manifest::kFileName), contents, ignored);
+  write_text(std::string(io::Manifest::kFileName), manifest.text());
   io::sync_folder(partial_);
   io::replace_folder(partial_, folder_);
 }
 
 // All at once: while one waits for the disk, another is written.
-void Save::write_files(Json& report) {
-  std::vector<Json> reports(mine_.size(), Json::array());
+Json Save::write_files() {
+  std::vector<Json> reports(mine_.size());
   std::vector<std::exception_ptr> failures(mine_.size());
   const auto work = [&](std::size_t i) {
     try {
       const at::NoGradGuard no_grad;
-      if (mine_[i].name.ends_with(".bin")) {
-        write_python(mine_[i], reports[i]);
-      } else {
-        write_tensors(mine_[i], reports[i]);
-      }
+      const bool python = mine_[i].name.ends_with(".bin");
+      reports[i] = python ? write_python(mine_[i]) : write_tensors(mine_[i]);
     } catch (...) {
       failures[i] = std::current_exception();
     }
@@ -465,20 +460,18 @@ void Save::write_files(Json& report) {
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
-  for (Json& one : reports) {
-    for (Json& entry : one) report.push_back(std::move(entry));
-  }
+  Json report = Json::array();
+  for (Json& one : reports) report.push_back(std::move(one));
+  for (const auto& [name, contents] : texts_) report.push_back(write_text(name, contents));
+  return report;
 }
 
 void Save::write(const comm::Group& group) {
   const std::string path = folder_.string();
   const std::string what = text::concat("saving the checkpoint ", path);
   try {
-    Json report = Json::array();
-    together(group, what, path, [&] {
-      write_files(report);
-      for (const auto& [name, contents] : texts_) write_text(name, contents, report);
-    });
+    Json report;
+    together(group, what, path, [&] { report = write_files(); });
     const auto reports = group.all_gather_bytes(report.dump());
     together(group, what, path, [&] {
       if (group.rank() == 0) complete(reports);

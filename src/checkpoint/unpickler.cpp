@@ -1,19 +1,17 @@
-#include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
-#include <bit>
+#include <algorithm>
 #include <cstdio>
-#include <deque>
 #include <limits>
 #include <optional>
-#include <set>
 #include <unordered_map>
 #include <utility>
 
+#include "checkpoint/pickle_heap.hpp"
 #include "checkpoint/torch_names.hpp"
 #include "checkpoint/unpickler.hpp"
 
@@ -45,34 +43,18 @@ std::optional<std::u32string> decode_utf8(std::string_view text) {
   return points;
 }
 
-class Machine {
+class Machine : PickleHeap {
  public:
   Machine(std::string_view pickle, const StorageOf& storage_of, const std::filesystem::path& path)
-      : in_(pickle), storage_of_(storage_of), path_(path), budget_(100'000 + 2 * pickle.size()) {}
+      : PickleHeap(pickle.size(), path), in_(pickle), storage_of_(storage_of) {}
 
   PyValue run() {
     while (step()) {
     }
-    return value_of(pop(), 0);
+    return value_of(pop());
   }
 
  private:
-  enum class Tag : std::uint8_t {
-    kNone,
-    kBool,
-    kInt,
-    kFloat,
-    kString,
-    kBytes,
-    kList,
-    kTuple,
-    kDict,
-    kFunction,
-    kDtype,
-    kStorageType,
-    kStorage,
-    kTensor
-  };
   enum class Function {
     kOrderedDict,
     kTensor,
@@ -86,28 +68,11 @@ class Machine {
     kBytes
   };
 
-  // Lists and dicts can be changed after they were remembered or put into another, so values refer
-  // to them by their number.
-  struct Value {
-    Tag tag = Tag::kNone;
-    std::uint64_t data = 0;
-  };
-  struct Dict {
-    std::vector<Value> items;       // key, value, key, value
-    std::vector<Value> attributes;  // likewise
-    bool ordered = false;
-  };
   struct StorageRef {
     c10::Storage storage;
     std::uint64_t bytes;
     std::optional<c10::ScalarType> dtype;  // none: untyped
   };
-
-  template <class... Parts>
-  [[noreturn]] void refuse(const Parts&... why) const {
-    throw CheckpointError(text::concat(path_.string(), " cannot be read: ", why..., "."),
-                          path_.string());
-  }
 
   // ------------------------------------------------------------------------------- the stream
 
@@ -478,126 +443,13 @@ class Machine {
     }
   }
 
-  // --------------------------------------------------------------------------------- arguments
-
-  const std::vector<Value>& tuple_of(const Value& value, std::size_t least, std::size_t most,
-                                     const char* what) const {
-    if (value.tag != Tag::kTuple || lists_[value.data].size() < least ||
-        lists_[value.data].size() > most)
-      refuse(what, " are not as expected");
-    return lists_[value.data];
-  }
-  std::string_view text_of(const Value& value, const char* what) const {
-    if (value.tag != Tag::kString && value.tag != Tag::kBytes) refuse(what, " is not text");
-    return texts_[value.data];
-  }
-  std::int64_t int_of(const Value& value, const char* what) const {
-    if (value.tag != Tag::kInt) refuse(what, " is not an integer");
-    return static_cast<std::int64_t>(value.data);
-  }
-  std::vector<std::int64_t> ints_of(const Value& value, const char* what) const {
-    if (value.tag != Tag::kTuple) refuse(what, " is not a tuple");
-    std::vector<std::int64_t> numbers;
-    for (const Value& item : lists_[value.data]) numbers.push_back(int_of(item, what));
-    return numbers;
-  }
-
-  // ------------------------------------------------------------------------------------ result
-
-  // Values that are referred to several times are copied each time, and the budget keeps a small
-  // file from asking for a large number of copies. A value that contains itself ends at the depth.
-  PyValue value_of(const Value& value, int depth) {
-    if (depth > kMostDepth)
-      refuse("its values lie more than ", kMostDepth,
-             " deep within each other, or one contains itself");
-    if (budget_-- == 0)
-      refuse("its values refer to each other so often that they would be far larger than the file");
-    switch (value.tag) {
-      case Tag::kNone:
-        return {};
-      case Tag::kBool:
-        return value.data != 0;
-      case Tag::kInt:
-        return static_cast<std::int64_t>(value.data);
-      case Tag::kFloat:
-        return std::bit_cast<double>(value.data);
-      case Tag::kString:
-        spend(texts_[value.data].size() / 16);
-        return std::string(texts_[value.data]);
-      case Tag::kBytes:
-        spend(texts_[value.data].size() / 16);
-        return PyBytes{std::string(texts_[value.data])};
-      case Tag::kList:
-      case Tag::kTuple: {
-        PyList list;
-        list.tuple = value.tag == Tag::kTuple;
-        for (const Value& item : lists_[value.data])
-          list.items.push_back(value_of(item, depth + 1));
-        return list;
-      }
-      case Tag::kDict: {
-        PyDict dict;
-        dict.ordered = dicts_[value.data].ordered;
-        dict.items = pairs_of(dicts_[value.data].items, depth);
-        dict.attributes = pairs_of(dicts_[value.data].attributes, depth);
-        return dict;
-      }
-      case Tag::kDtype:
-        return "torch." + std::string(kTorchNames[value.data].name);
-      case Tag::kTensor:
-        return tensors_[value.data];
-      case Tag::kFunction:
-        break;
-      case Tag::kStorageType:
-        break;
-      case Tag::kStorage:
-        break;
-    }
-    refuse("a function or a storage stands in it as a value");
-  }
-  void spend(std::uint64_t amount) {
-    if (amount > budget_)
-      refuse("its values refer to each other so often that they would be far larger than the file");
-    budget_ -= amount;
-  }
-  std::vector<std::pair<PyValue, PyValue>> pairs_of(const std::vector<Value>& items, int depth) {
-    std::vector<std::pair<PyValue, PyValue>> pairs;
-    pairs.reserve(items.size() / 2);
-    std::set<std::string_view> names;
-    std::set<std::uint64_t> numbers;
-    for (std::size_t i = 0; i < items.size(); i += 2) {
-      const Value& key = items[i];
-      const bool fresh = key.tag == Tag::kString ? names.insert(texts_[key.data]).second
-                         : key.tag == Tag::kInt  ? numbers.insert(key.data).second
-                                                 : true;
-      if (!fresh) {
-        refuse("a dict in it has the key ",
-               key.tag == Tag::kString ? std::string(texts_[key.data].substr(0, 100))
-                                       : std::to_string(static_cast<std::int64_t>(key.data)),
-               " twice");
-      }
-      if (key.tag == Tag::kList || key.tag == Tag::kDict || key.tag == Tag::kTensor)
-        refuse("a dict in it has a key that Python does not allow");
-      PyValue name = value_of(key, depth + 1);
-      pairs.emplace_back(std::move(name), value_of(items[i + 1], depth + 1));
-    }
-    return pairs;
-  }
-
   std::string_view in_;
   std::size_t at_ = 0;
   const StorageOf& storage_of_;
-  const std::filesystem::path& path_;
-  std::uint64_t budget_;
   std::vector<Value> stack_;
   std::vector<std::size_t> marks_;
   std::unordered_map<std::uint64_t, Value> memo_;
-  std::vector<std::string_view> texts_;  // of the pickle, or of owned_
-  std::deque<std::string> owned_;
-  std::vector<std::vector<Value>> lists_;  // and tuples
-  std::vector<Dict> dicts_;
   std::vector<StorageRef> storages_;
-  std::vector<at::Tensor> tensors_;
 };
 
 }  // namespace

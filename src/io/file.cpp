@@ -147,6 +147,12 @@ void File::preallocate(std::uint64_t bytes) {
   if (error != 0) throw_full(error, path_, bytes);
 }
 
+void File::start_sync(std::uint64_t offset, std::uint64_t bytes) noexcept {
+  // A hint: errors come out of `sync`.
+  ::sync_file_range(descriptor_, static_cast<off_t>(offset), static_cast<off_t>(bytes),
+                    SYNC_FILE_RANGE_WRITE);
+}
+
 void File::sync() {
   int error = injected(faults::Operation::kSync, path_);
   if (error == 0 && ::fsync(descriptor_) != 0) error = errno;
@@ -266,6 +272,8 @@ void delete_path(const fs::path& path) {
     code.assign(error, std::generic_category());
   } else {
     fs::remove_all(path, code);
+    // Above it is a file: then it is not there.
+    if (code == std::errc::not_a_directory) code.clear();
   }
   if (code) throw_system(code.value(), path, "Could not remove ", path.string());
 }

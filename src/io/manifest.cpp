@@ -5,9 +5,8 @@
 #include "base/in_threads.hpp"
 #include "io/system_error.hpp"
 
-#include <fcntl.h>
-
 #include <algorithm>
+#include <memory>
 #include <set>
 
 namespace accelerate::io {
@@ -230,53 +229,33 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
   return found == tensors->second.end() ? nullptr : &found->second;
 }
 
-namespace {
-
-constexpr std::size_t kBlocksAtOnce = 4;
-
-// `buffer` holds kBlocksAtOnce blocks; as many are given at most.
-void verify_some(const File& file, const SavedFile& saved, std::span<const std::size_t> blocks,
-                 std::vector<std::byte>& buffer) {
-  while (!blocks.empty()) {
-    std::size_t run = 1;
-    while (run < blocks.size() && blocks[run] == blocks[0] + run) ++run;
-    const std::uint64_t begin = std::uint64_t{blocks[0]} * kChecksumBlock;
-    const auto bytes = static_cast<std::size_t>(
-        std::min<std::uint64_t>(run * kChecksumBlock, saved.bytes - begin));
-    // Other threads read on from here.
-    ::posix_fadvise(file.descriptor(), static_cast<off_t>(begin),
-                    static_cast<off_t>(8 * kBlocksAtOnce * kChecksumBlock), POSIX_FADV_WILLNEED);
-    file.read(buffer.data(), bytes, begin);
-    for (std::size_t at = 0; at < bytes; at += kChecksumBlock) {
-      const std::size_t length = std::min(kChecksumBlock, bytes - at);
-      if (checksum(std::span(buffer).subspan(at, length)) ==
-          saved.checksums[blocks[at / kChecksumBlock]]) {
-        continue;
-      }
-      throw CheckpointError(
-          text::concat(file.path().string(), " is damaged: bytes ", begin + at, " to ",
-                       begin + at + length - 1,
-                       " are not those that were written. Nothing was loaded; use another "
-                       "checkpoint."),
-          file.path().string());
-    }
-    blocks = blocks.subspan(run);
-  }
-}
-
-}  // namespace
-
 void verify_blocks(const fs::path& folder, const SavedFile& saved,
-                   std::span<const std::size_t> blocks) {
+                   std::span<const std::size_t> blocks, const VerifiedBlock& each) {
   if (blocks.empty()) return;
-  const File file = File::open(folder / saved.name);
-  const std::size_t parts = (blocks.size() + kBlocksAtOnce - 1) / kBlocksAtOnce;
-  in_threads(std::clamp<std::size_t>(parts / 2, 1, reading_threads()), parts, [&] {
-    std::vector<std::byte> buffer(kBlocksAtOnce * kChecksumBlock);
-    return [&, buffer = std::move(buffer)](std::size_t part) mutable {
-      const std::size_t begin = part * kBlocksAtOnce;
-      verify_some(file, saved,
-                  blocks.subspan(begin, std::min(kBlocksAtOnce, blocks.size() - begin)), buffer);
+  // Threads take so many at a time: the system reads ahead of each, and the longer the better.
+  constexpr std::size_t kTaken = 16;
+  const std::size_t parts = (blocks.size() + kTaken - 1) / kTaken;
+  in_threads(std::min(parts, reading_threads()), parts, [&] {
+    const auto file = std::make_shared<const File>(File::open(folder / saved.name));
+    // One block: it stays in the processor's cache until it was checked and taken.
+    std::vector<std::byte> buffer(kChecksumBlock);
+    return [&, file, buffer = std::move(buffer)](std::size_t part) mutable {
+      const std::size_t first = part * kTaken;
+      for (std::size_t i = first; i < std::min(first + kTaken, blocks.size()); ++i) {
+        const std::uint64_t begin = std::uint64_t{blocks[i]} * kChecksumBlock;
+        const auto bytes = std::span(buffer).first(
+            static_cast<std::size_t>(std::min<std::uint64_t>(kChecksumBlock, saved.bytes - begin)));
+        file->read(bytes.data(), bytes.size(), begin);
+        if (checksum(bytes) != saved.checksums[blocks[i]]) {
+          throw CheckpointError(
+              text::concat(file->path().string(), " is damaged: bytes ", begin, " to ",
+                           begin + bytes.size() - 1,
+                           " are not those that were written. Nothing was loaded; use another "
+                           "checkpoint."),
+              file->path().string());
+        }
+        if (each) each(blocks[i], bytes);
+      }
     };
   });
 }

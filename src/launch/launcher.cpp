@@ -1,6 +1,7 @@
 #include <accelerate/launch/launcher.hpp>
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/signals.hpp>
 #include <accelerate/base/text.hpp>
 
 #include "launch/spawn.hpp"
@@ -33,7 +34,7 @@ class Signals {
   Signals() {
     sigset_t set;
     sigemptyset(&set);
-    for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&set, number);
+    for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1}) sigaddset(&set, number);
     pthread_sigmask(SIG_BLOCK, &set, &before_);
     descriptor_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     if (descriptor_ < 0) {
@@ -80,6 +81,8 @@ class Rank {
   bool running() const { return running_; }
   bool failed() const { return !running_ && (by_signal_ || code_ != 0); }
   bool by_signal() const { return by_signal_; }
+  /// It was asked to stop, saved its state and left.
+  bool saved() const { return !running_ && !by_signal_ && code_ == kStoppedExitCode; }
   int rank() const { return rank_; }
   int exit_code() const { return by_signal_ ? 128 + code_ : code_; }
 
@@ -141,7 +144,12 @@ class Supervisor {
       // The time limit only guards against signals that another thread of this program took.
       signals.wait(deadline_ ? milliseconds(20) : milliseconds(200));
       while (const auto signal = signals.next()) {
-        if (*signal != SIGCHLD) told_to_stop(*signal);
+        if (*signal == SIGUSR1) {  // how batch systems warn of the end
+          warned_ = true;
+          send(SIGUSR1);
+        } else if (*signal != SIGCHLD) {
+          told_to_stop(*signal);
+        }
       }
       look();
       if (deadline_ && Clock::now() >= *deadline_) {
@@ -154,11 +162,13 @@ class Supervisor {
 
   /// What the run amounts to: nothing, a signal from outside, or a LaunchError.
   int verdict(const std::string& log_dir) const {
-    if (interrupted_by_) {
-      const bool bad =
-          std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.failed(); });
-      return bad ? 128 + *interrupted_by_ : 0;  // A program may save its work and end well.
-    }
+    const auto failed = [](const Rank& rank) { return rank.failed(); };
+    const bool bad = std::any_of(ranks_.begin(), ranks_.end(), failed);
+    const bool saved = std::all_of(ranks_.begin(), ranks_.end(),
+                                   [](const Rank& rank) { return rank.saved() || !rank.failed(); });
+    // A program may save its work and end well.
+    if (interrupted_by_) return !bad ? 0 : saved ? kStoppedExitCode : 128 + *interrupted_by_;
+    if (warned_ && bad && saved) return kStoppedExitCode;
     if (!culprit_) return 0;
     std::string message = text::concat(
         "The run failed: ", culprit_->describe(ranks_.size()), " after ",
@@ -173,7 +183,7 @@ class Supervisor {
                   : text::concat("; the launcher stopped ", others);
     }
     message += ".";
-    if (culprit_->by_signal() && culprit_->exit_code() == 128 + SIGKILL) {
+    if (culprit_->by_signal() && culprit_->exit_code() == 128 + SIGKILL && !(warned_ && killed_)) {
       message +=
           " Nobody in this run sends SIGKILL: a user did, or the kernel when memory ran out (see "
           "dmesg).";
@@ -212,6 +222,10 @@ class Supervisor {
     const Rank* first = nullptr;
     for (Rank& rank : ranks_) {
       if (!rank.ended() || !rank.failed()) continue;
+      if (warned_ && rank.saved()) {
+        if (!deadline_) deadline_ = Clock::now() + grace_;  // for the others, which follow
+        continue;
+      }
       // Of several that are found at once, one killed by a signal is the likelier cause: its peers
       // notice the broken connection and end with an error of their own.
       if (first == nullptr || (rank.by_signal() && !first->by_signal())) first = &rank;
@@ -228,6 +242,7 @@ class Supervisor {
   Clock::time_point started_ = Clock::now();
   Clock::time_point failed_at_;
   std::optional<Clock::time_point> deadline_;
+  bool warned_ = false;
   std::optional<int> interrupted_by_;
   std::optional<Rank> culprit_;
   std::size_t stopped_ = 0;

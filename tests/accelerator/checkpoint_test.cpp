@@ -5,6 +5,7 @@
 #include <support/python.hpp>
 
 #include <accelerate/accelerate.hpp>
+#include <accelerate/accelerator/checkpointing.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 
 #include <ATen/ATen.h>
@@ -197,6 +198,54 @@ TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
   EXPECT_EQ(names(parent),
             (std::set<std::string>{"checkpoint_3", "checkpoint_5", "checkpoint_6", "latest"}));
   EXPECT_EQ(io::read_file(parent / "latest"), "checkpoint_6\n");
+
+  // A process that dies before `latest` moves leaves it behind. The newest that is complete counts.
+  world().barrier();
+  if (world().rank() == 0) {
+    io::write_file(parent / "latest", "checkpoint_5\n");
+    fs::create_directories(parent / "checkpoint_7");  // not complete
+  }
+  world().barrier();
+  Accelerator accelerator(options(project));
+  Net net;
+  auto model = accelerator.prepare(net);
+  EXPECT_EQ(accelerator.load_state().filename(), "checkpoint_6");
+}
+
+TEST_F(Checkpoints, ALargerWorldDerivesTheRandomStatesOfItsNewRanksAndSaysSo) {
+  if (world().size() == 1) GTEST_SKIP() << "nobody is new";
+  GradientState gradients;
+  detail::Prepared nothing;
+  nothing.gradients = &gradients;
+  set_seed(11);
+  at::Tensor next;
+  if (world().rank() == 0) {
+    detail::Checkpointing alone({}, {});
+    alone.save(folder.path_ / "saved", {}, nothing);
+    next = at::rand({4});
+  }
+  world().barrier();
+  const auto resumed = [&] {
+    set_seed(500 + world().rank());
+    detail::Checkpointing together({}, {.world = world()});
+    together.load(folder.path_ / "saved", {}, nothing);
+    return at::rand({4});
+  };
+  const auto before = log::level();
+  log::set_level(log::Level::info);
+  ::testing::internal::CaptureStderr();
+  const at::Tensor first = resumed();
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  log::set_level(before);
+  EXPECT_EQ(said.find("derived from the saved seed") != std::string::npos, world().rank() > 0)
+      << said;
+  EXPECT_TRUE(at::equal(first, resumed()));
+  const auto all =
+      world().all_gather_bytes({static_cast<const char*>(first.const_data_ptr()), first.nbytes()});
+  EXPECT_EQ(std::set(all.begin(), all.end()).size(), all.size());
+  if (world().rank() == 0) {
+    EXPECT_TRUE(at::equal(first, next));
+  }
 }
 
 TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheNext) {

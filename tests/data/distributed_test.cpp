@@ -116,9 +116,12 @@ TEST(Sharded, EverySampleIsRealOnceInTheOrderOfOneProcess) {
   }
 }
 
-TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
-  // Saved by one process with the whole batch, resumed here, and the other way round.
-  auto alone = data::prepare_loader(data::loader(stacked(23), 4), context());
+// Saved by one process with the whole batch and resumed here, and the other way round: what comes
+// is exactly what was not seen, once. `make(context, batch)` prepares a loader; one that cannot
+// choose its batches takes `steps` of them alone for one that all processes take together.
+template <class Make>
+void resumes_on_another_number_of_processes(Make&& make, int steps = 1) {
+  auto alone = make(context(), 4 / steps);
   Json from_one;
   std::vector<std::int64_t> rest;
   for (int epoch = 0; epoch < 2; ++epoch) {
@@ -126,12 +129,13 @@ TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
       if (!from_one.is_null()) {
         const auto more = values(batch.target);
         rest.insert(rest.end(), more.begin(), more.end());
-      } else if (alone.progress().batches == 3) {
+      } else if (alone.progress().batches == 3 * steps) {
         from_one = alone.state_dict();
       }
     }
   }
-  auto loader = data::prepare_loader(data::loader(stacked(23), options(4 / world(), 1)), here());
+  EXPECT_EQ(rest.size(), 2U * 23 - 12);
+  auto loader = make(here(), 4 / world());
   loader.load_state_dict(from_one);
   auto got = in_order(gather(loader, false).real);
   const auto next = in_order(gather(loader).real);
@@ -145,11 +149,23 @@ TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
     if (loader.progress().batches == 3) from_many = loader.state_dict();
   }
   EXPECT_EQ(from_many["position"], from_one["position"]);
+  // Where all processes say the same, a checkpoint has it once, and any number of them takes it.
+  for (const std::string& other : accelerate::testing::world().all_gather_bytes(from_many.dump()))
+    EXPECT_EQ(Json::parse(other), from_many);
   alone.load_state_dict(from_many);
   auto back = flat(pass(alone));
   const auto last = flat(pass(alone));
   back.insert(back.end(), last.begin(), last.end());
   EXPECT_EQ(back, rest);
+}
+
+TEST(Sharded, ResumesOnAnotherNumberOfProcesses) {
+  for (const bool dispatch : {false, true}) {
+    resumes_on_another_number_of_processes([&](data::LoaderContext chosen, std::int64_t batch) {
+      chosen.configuration.dispatch_batches(dispatch);
+      return data::prepare_loader(data::loader(stacked(23), options(batch, 1)), chosen);
+    });
+  }
 }
 
 TEST(Sharded, RandomSamplersOfTorchShuffleAlikeOnAllRanks) {
@@ -325,6 +341,19 @@ TEST(Streams, AreShardedOrDispatched) {
   }
 }
 
+TEST(Streams, ResumeOnAnotherNumberOfProcesses) {
+  for (const bool dispatch : {false, true}) {
+    for (const std::size_t workers : {0, 1}) {
+      resumes_on_another_number_of_processes([&](data::LoaderContext chosen, std::int64_t batch) {
+        chosen.configuration.dispatch_batches(dispatch);
+        return data::prepare_loader(
+            data::loader(Counter(23), options(batch, workers)).collate(data::collate::stack()),
+            chosen);
+      });
+    }
+  }
+}
+
 TEST(ReadyMade, LoadersOfTorchAreSharded) {
   at::manual_seed(50 + rank());
   for (const bool dispatch : {false, true}) {
@@ -361,6 +390,36 @@ TEST(Samplers, ThatMakeTheBatchesAreSharded) {
   EXPECT_EQ(in_order(seen.real), upto(15));
   EXPECT_EQ(seen.batches[0].front(), (std::vector<std::int64_t>{0}));
   EXPECT_EQ(seen.batches[1].front(), (std::vector<std::int64_t>{1, 2}));
+}
+
+TEST(ReadyMade, AndSamplersThatMakeTheBatchesResumeOnAnotherNumberOfProcesses) {
+  for (const bool dispatch : {false, true}) {
+    resumes_on_another_number_of_processes(
+        [&](data::LoaderContext chosen, std::int64_t batch) {
+          chosen.configuration.dispatch_batches(dispatch);
+          return data::prepare_loader(
+              torch::data::make_data_loader(
+                  stacked(23), torch::data::samplers::SequentialSampler(23), options(batch)),
+              chosen);
+        },
+        world());
+  }
+  struct Chunks {
+    void reset() { first = 0; }
+    std::optional<std::vector<std::size_t>> next() {
+      if (first == 23) return std::nullopt;
+      std::vector<std::size_t> chunk(std::min<std::size_t>(size, 23 - first));
+      for (auto& index : chunk) index = first++;
+      return chunk;
+    }
+    std::size_t size = 0, first = 0;
+  };
+  resumes_on_another_number_of_processes(
+      [&](data::LoaderContext chosen, std::int64_t batch) {
+        return data::prepare_loader(
+            data::loader(stacked(23), Chunks{static_cast<std::size_t>(batch)}, options(1)), chosen);
+      },
+      world());
 }
 
 // ---------------------------------------------------------------- dispatch

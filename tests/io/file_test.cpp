@@ -15,6 +15,8 @@
 #include <random>
 #include <thread>
 
+#include "io/checked_writer.hpp"
+
 namespace accelerate::io {
 namespace {
 
@@ -265,6 +267,52 @@ TEST(Checksum, PiecesGiveTheBlocksOfTheWhole) {
     }
   }
   EXPECT_TRUE(block_checksums({}).empty());
+}
+
+TEST(CheckedWriter, WritesWhatWasAppendedWithTheChecksumsOfItsBlocks) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "file";
+  std::string all;
+  CheckedWriter out(path);
+  for (const std::size_t size : {5U, 3'000'000U, 0U, 70'000'000U, 1U, 1'048'576U}) {
+    const auto piece = std::make_shared<std::string>(size, static_cast<char>('a' + size % 26));
+    for (std::size_t i = 0; i < size; i += 999) (*piece)[i] = static_cast<char>(i / 999);
+    all += *piece;
+    const auto bytes = std::as_bytes(std::span(*piece));
+    if (size < 100) {
+      out.append(bytes);  // copied: it is gone before it is written
+    } else {
+      out.append(bytes, piece);
+    }
+  }
+  EXPECT_EQ(out.size(), all.size());
+  EXPECT_EQ(out.finish(), block_checksums(std::as_bytes(std::span(all))));
+  EXPECT_TRUE(read_file(path) == all);
+}
+
+TEST(CheckedWriter, AnErrorWhileWritingComesOut) {
+  const TemporaryFolder folder;
+  faults::set_hook([](faults::Operation operation, const fs::path&, std::size_t&) {
+    return operation == faults::Operation::kWrite ? ENOSPC : 0;
+  });
+  const std::string text = "text";
+  {
+    CheckedWriter out(folder.path() / "finished");
+    out.append(std::as_bytes(std::span(text)));
+    EXPECT_THROW(out.finish(), CheckpointError);
+  }
+  {
+    CheckedWriter out(folder.path() / "appended");
+    const auto append_much = [&] {
+      for (int i = 0; i < 1'000'000; ++i) out.append(std::as_bytes(std::span(text)));
+    };
+    EXPECT_THROW(append_much(), CheckpointError);
+  }
+  {
+    CheckedWriter dropped(folder.path() / "dropped");
+    dropped.append(std::as_bytes(std::span(text)));
+  }
+  faults::set_hook(nullptr);
 }
 
 }  // namespace

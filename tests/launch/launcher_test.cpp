@@ -317,10 +317,15 @@ TEST_F(Launcher, ProgramExitsAsTheFailedRankDid) {
 TEST_F(Launcher, ProgramPassesSignalsOn) {
   setenv("D", folder_.c_str(), 1);
   const std::string script =
-      "trap 'echo got > $D/got$RANK; exit $CODE' INT TERM; echo $$ > $D/pid$RANK; while :; do "
+      "trap 'echo got > $D/got$RANK; exit $CODE' INT TERM USR1; echo $$ > $D/pid$RANK; while :; do "
       "sleep 0.05; done";
-  for (const auto& [signal, code, expected] : std::vector<std::tuple<int, const char*, int>>{
-           {SIGINT, "1", 128 + SIGINT}, {SIGTERM, "1", 128 + SIGTERM}, {SIGTERM, "0", 0}}) {
+  for (const auto& [signal, code, expected] :
+       std::vector<std::tuple<int, const char*, int>>{{SIGINT, "1", 128 + SIGINT},
+                                                      {SIGTERM, "1", 128 + SIGTERM},
+                                                      {SIGTERM, "0", 0},
+                                                      {SIGTERM, "75", 75},
+                                                      {SIGUSR1, "75", 75},
+                                                      {SIGUSR1, "1", 1}}) {
     for (const char* name : {"pid0", "pid1", "got0", "got1"}) fs::remove(folder_ / name);
     setenv("CODE", code, 1);
     const pid_t program = start({"launch", "-n", "2", "sh", "-c", script});
@@ -331,6 +336,22 @@ TEST_F(Launcher, ProgramPassesSignalsOn) {
     EXPECT_EQ(read("got1"), "got\n");
   }
   unsetenv("CODE");
+  unsetenv("D");
+}
+
+TEST_F(Launcher, AWarningThatNobodyHeedsStopsNothing) {
+  // A rank that leaves with 75 unasked has failed; one that finishes in spite of the warning has
+  // not.
+  EXPECT_EQ(run(kProgram + " launch -n 2 sh -c 'exit 75'").code, 75);
+  setenv("D", folder_.c_str(), 1);
+  const pid_t program = start({"launch", "-n", "2", "sh", "-c",
+                               "trap 'echo got > $D/got$RANK' USR1; echo $$ > $D/pid$RANK; "
+                               "while [ ! -e $D/end ]; do sleep 0.02; done; exit 0"});
+  ASSERT_TRUE(wait_for("pid0") && wait_for("pid1"));
+  kill(program, SIGUSR1);
+  ASSERT_TRUE(wait_for("got0") && wait_for("got1"));
+  std::ofstream(folder_ / "end") << "now";
+  EXPECT_EQ(wait_code(program), 0);
   unsetenv("D");
 }
 

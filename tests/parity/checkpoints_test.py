@@ -73,18 +73,19 @@ def other_worlds(folder, pairs):
 
 
 def stopped_by_a_signal(folder):
-    """SIGTERM and SIGUSR1: the state is saved, the exit code is 75, and the next run goes on."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        kept = f"{folder}/signal{int(number)}"
+    """SIGTERM and SIGUSR1, to the trainer or to the launcher: the state is saved, the exit code is 75, and the next run goes on."""
+    cases = [(1, signal.SIGTERM), (1, signal.SIGUSR1), (2, signal.SIGTERM), (2, signal.SIGUSR1)]
+    for world, number in cases if FULL else cases[::3]:
+        kept = f"{folder}/signal{int(number)}-{world}"
         flags = ["--checkpoint-dir", kept, "--epochs", 100000]
-        process = subprocess.Popen(command(1, folder, *flags, steps=100000000), cwd=support.ROOT, env=support.environment(),
+        process = subprocess.Popen(command(world, folder, *flags, steps=100000000), cwd=support.ROOT, env=support.environment(),
                                    stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         time.sleep(4)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 75, (number, process.returncode, err)
+        assert process.returncode == 75, (world, number, process.returncode, err)
         assert "was saved" in err, err
-        resumed = run(1, folder, "--checkpoint-dir", kept, "--resume", "latest", "--epochs", 100000)
+        resumed = run(world, folder, "--checkpoint-dir", kept, "--resume", "latest", "--epochs", 100000)
         assert resumed["first_step"] > STEPS and resumed["steps"] == 0, resumed["first_step"]
     print("a signal saves and stops", flush=True)
 

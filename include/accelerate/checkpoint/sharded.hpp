@@ -19,6 +19,10 @@
 #include <string_view>
 #include <vector>
 
+namespace accelerate::io {
+class CheckedWriter;
+}
+
 /// Checkpoints that every process writes its own part of, and that any number of processes read the
 /// parts they need of.
 namespace accelerate::checkpoints {
@@ -39,6 +43,9 @@ struct TensorPart {
   at::Tensor data;
   /// Other processes may have it with other values (a buffer): the first one's are saved.
   bool of_first_process = false;
+  /// To load into: nobody uses `data` unless the load succeeds, so it may be filled before
+  /// everything was verified.
+  bool fresh = false;
 
   bool is_whole() const noexcept;
 };
@@ -102,10 +109,13 @@ class Save {
     std::size_t group = 0;
     std::vector<TensorPart> parts;
   };
-  void write_files(Json& report);
-  void write_tensors(const OutFile& file, Json& report);
-  void write_python(const OutFile& file, Json& report);
-  void write_text(const std::string& name, const std::string& contents, Json& report);
+  // What they say of the files that they wrote goes into the manifest.
+  Json write_files();
+  Json write_tensors(const OutFile& file);
+  Json write_python(const OutFile& file);
+  Json write_text(const std::string& name, const std::string& contents) const;
+  Json file_report(const OutFile& file, io::CheckedWriter& out,
+                   const std::map<std::string_view, std::uint64_t>& positions) const;
   void complete(const std::vector<std::string>& reports);
 
   comm::Group group_;
@@ -138,7 +148,8 @@ class Load {
   void want_all(const TensorGroup& group, bool strict);
 
   /// Collective. Every file is as it was written, each byte checked by a process that needs it:
-  /// throws CheckpointError on every process when one byte is not.
+  /// throws CheckpointError on every process when one byte is not. What is `fresh` is filled on the
+  /// way, from the bytes that this process checks.
   void verify();
   /// A small file, verified. Throws CheckpointError when it is not there or damaged.
   std::string text(const std::string& name) const;
@@ -150,13 +161,25 @@ class Load {
   struct Wanted {
     const io::SavedTensor* saved;
     TensorPart part;
+    bool is_direct() const;
   };
-  void read_one(const Wanted& wanted, io::PieceReader& reader) const;
+  // Bytes of a file that go where they are wanted as they are.
+  struct Move {
+    std::size_t file;
+    std::uint64_t position;
+    std::uint64_t bytes;
+    std::byte* to;
+  };
+  template <class Visitor>
+  void for_each_block(const Wanted& wanted, Visitor&& visit) const;
+  void convert(const Wanted& wanted, io::PieceReader& reader) const;
 
   comm::Group group_;
   std::filesystem::path folder_;
   io::Manifest manifest_;
   std::vector<Wanted> wanted_;
+  std::vector<std::size_t> first_block_;  // of each file, counted through all
+  std::vector<bool> taken_;               // blocks whose bytes are where fresh tensors want them
 };
 
 }  // namespace accelerate::checkpoints

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -87,10 +88,14 @@ class Manifest {
   const SavedTensor* find(std::string_view group, const std::string& name) const;
 };
 
-/// Reads these blocks of a checkpoint's file and compares their checksums, on several threads.
-/// Throws CheckpointError naming the file and the bytes that were changed.
+/// What is done with a block's bytes once its checksum was right.
+using VerifiedBlock = std::function<void(std::size_t block, std::span<const std::byte> bytes)>;
+
+/// Reads these blocks of a checkpoint's file and compares their checksums, on several threads,
+/// which call `each`, if given. Throws CheckpointError naming the file and the bytes that were
+/// changed.
 void verify_blocks(const std::filesystem::path& folder, const SavedFile& file,
-                   std::span<const std::size_t> blocks);
+                   std::span<const std::size_t> blocks, const VerifiedBlock& each = nullptr);
 
 /// Reads elements of tensors. Keeps the files open.
 class PieceReader {
@@ -111,10 +116,10 @@ class PieceReader {
 
   /// Elements [first, first + count) to `data`.
   void read(const SavedTensor& tensor, std::int64_t first, std::int64_t count, std::byte* data);
-
- private:
+  /// One of the manifest's files.
   const File& file(std::size_t index);
 
+ private:
   std::filesystem::path folder_;
   const Manifest& manifest_;
   std::map<std::size_t, File> open_;

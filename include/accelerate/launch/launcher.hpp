@@ -40,15 +40,17 @@ class LaunchOptions {
 ///
 /// As soon as one ends badly the others are told to stop (SIGTERM, and SIGKILL after the grace
 /// period), so that nobody waits for a peer that is gone. SIGINT, SIGTERM and SIGHUP are passed on
-/// likewise; a second one kills at once. Each process has its own session, and whatever it
+/// likewise; a second one kills at once. SIGUSR1, with which batch systems warn of the end, is
+/// passed on and nobody is killed. Each process has its own session, and whatever it
 /// started is ended with it; all of them die with this process, however it dies. The process of
 /// rank 0 has this process' stdin, the others an empty one.
 ///
-/// Returns 0 when every process did, and 128 + N when signal N ended the run from outside. Throws
-/// LaunchError when a process could not be started, or ended badly: it then names the rank, the pid
-/// and what happened, and `exit_code()` is that process' own, or 128 + N when signal N killed it.
-/// The calling thread blocks the four signals it handles meanwhile; other threads of the program
-/// should block them too.
+/// Returns 0 when every process did, `kStoppedExitCode` (of <accelerate/base/signals.hpp>) when
+/// after a signal those that did not saved their state and left with it, and 128 + N when signal N
+/// ended the run from outside otherwise. Throws LaunchError when a process could not be started, or
+/// ended badly: it then names the rank, the pid and what happened, and `exit_code()` is that
+/// process' own, or 128 + N when signal N killed it. The calling thread blocks the five signals it
+/// handles meanwhile; other threads of the program should block them too.
 int launch(const LaunchOptions& options);
 
 /// Processor cores that this process may use: its CPU affinity, cut to the control group's quota.
