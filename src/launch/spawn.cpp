@@ -14,6 +14,9 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <fstream>
+#include <optional>
+#include <random>
 
 namespace accelerate::launch_detail {
 namespace {
@@ -169,7 +172,10 @@ pid_t spawn(const Spawn& what) {
                     error.code == ENOENT ? kNotFound : kNotExecutable);
 }
 
-int free_port(int wanted) {
+namespace {
+
+/// The port, when it can be listened at; nothing when it is taken. 0 means the kernel's choice.
+std::optional<int> try_port(int wanted) {
   // The store listens on every address, with both IP versions where the machine has them.
   int socket_ = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in6 six{};
@@ -201,18 +207,41 @@ int free_port(int wanted) {
   const int error = errno;
   if (bound) getsockname(socket_, address, &size);
   close(socket_);
-  if (!bound && error == EADDRINUSE) {
-    throw LaunchError(text::concat("Port ", wanted,
-                                   " is in use by another process, perhaps another run. Give "
-                                   "another --master-port, or 0 to take a free one."),
-                      1);
-  }
+  if (!bound && error == EADDRINUSE) return std::nullopt;
   if (!bound) {
     throw LaunchError(text::concat("Port ", wanted, " cannot be used: ", std::strerror(error),
                                    ". Give another --master-port, or 0 to take a free one."),
                       1);
   }
   return ntohs(address->sa_family == AF_INET6 ? six.sin6_port : four.sin_port);
+}
+
+/// Where the kernel's own choices begin: connections of any program take ports from there.
+int first_ephemeral_port() {
+  int first = 32768;
+  std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> first;
+  return first;
+}
+
+}  // namespace
+
+int free_port(int wanted) {
+  if (wanted == 0) {
+    // Rank 0 listens a moment later, and until then the port is anybody's. So take one of those
+    // that nobody is given unasked, at random, for other launchers do the same.
+    constexpr int kLowest = 10000;
+    const int end = first_ephemeral_port();
+    std::random_device random;
+    for (int attempt = 0; attempt < 64 && end > kLowest; ++attempt) {
+      if (const auto port = try_port(std::uniform_int_distribution(kLowest, end - 1)(random)))
+        return *port;
+    }
+  }
+  if (const auto port = try_port(wanted)) return *port;
+  throw LaunchError(text::concat("Port ", wanted,
+                                 " is in use by another process, perhaps another run. Give "
+                                 "another --master-port, or 0 to take a free one."),
+                    1);
 }
 
 }  // namespace accelerate::launch_detail

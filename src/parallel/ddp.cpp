@@ -170,6 +170,11 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   Impl& self = *impl_;
   self.group = std::move(group);
   self.options = std::move(options);
+  if (self.group.size() < 2) {
+    throw ConfigError(
+        "Ddp was given a group of one process, which has nothing to average. Use the plain "
+        "Strategy, as the Accelerator does.");
+  }
   if (self.options.static_graph() && self.options.find_unused_parameters()) {
     throw ConfigError(
         "DdpOptions has both static_graph and find_unused_parameters. A static graph finds its "

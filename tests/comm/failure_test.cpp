@@ -25,6 +25,7 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <random>
 #include <sstream>
 #include <thread>
 
@@ -82,7 +83,7 @@ void play(const std::string& name, const Group& world) {
     reduce(world);
     std::this_thread::sleep_for(milliseconds(300) * rank);
   } else if (name == "unwaited") {
-    world.all_reduce(at::ones({1 << 24}));
+    const Work left_alone = world.all_reduce(at::ones({1 << 24}));
   } else if (name == "shapes") {
     reduce(world, rank == victim ? 5 : 4);
   } else if (name == "operations") {
@@ -149,16 +150,20 @@ struct Outcome {
   }
 };
 
+// One that the kernel gives to nobody unasked, so that it is still free when a rank listens at it.
 int free_port() {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  ::bind(socket, reinterpret_cast<sockaddr*>(&address), size);
-  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
-  ::close(socket);
-  return ntohs(address.sin_port);
+  std::random_device random;
+  while (true) {
+    const int port = std::uniform_int_distribution(10000, 32767)(random);
+    const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(static_cast<std::uint16_t>(port));
+    const bool free = ::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0;
+    ::close(socket);
+    if (free) return port;
+  }
 }
 
 class Ranks {

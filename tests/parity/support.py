@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import shlex
 import socket
 import subprocess
@@ -54,9 +55,15 @@ def run(command, limit_s=LIMIT_S, **variables):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """One that the kernel gives to nobody unasked, so that it is still free when a rank listens at it."""
+    while True:
+        with socket.socket() as listener:
+            port = random.randrange(10000, 32768)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def digits(folder, training):
