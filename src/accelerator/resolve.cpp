@@ -47,7 +47,8 @@ class Sources {
     try {
       return parse(text::to_lower(setting->text));
     } catch (const ConfigError& error) {
-      throw ConfigError(text::concat(setting->where, " is \"", setting->text, "\". ", error.what()));
+      throw ConfigError(
+          text::concat(setting->where, " is \"", setting->text, "\". ", error.what()));
     }
   }
 

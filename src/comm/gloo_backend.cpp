@@ -64,6 +64,8 @@ class GlooBackend final : public c10d::ProcessGroupGloo {
       for (std::size_t i = 0; i < outputs.size(); ++i) {
         const std::int64_t length = outputs[i].numel();
         outputs[i].copy_(sums[i].narrow(0, rank * length, length).view_as(outputs[i]));
+        // gloo's thread holds on to the tensor for a while; nobody needs its memory.
+        sums[i].storage().unsafeGetStorageImpl()->reset();
       }
       return outputs;
     };

@@ -34,7 +34,8 @@ class File {
   /// Makes it `bytes` long and has the file system set the space aside where it can, so that a full
   /// disk shows now.
   void preallocate(std::uint64_t bytes);
-  /// Asks the system to begin to bring these bytes to the disk, so that `sync` has less to wait for.
+  /// Asks the system to begin to bring these bytes to the disk, so that `sync` has less to wait
+  /// for.
   void start_sync(std::uint64_t offset, std::uint64_t bytes) noexcept;
   /// Returns when the contents are on the disk.
   void sync();
