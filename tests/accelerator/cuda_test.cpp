@@ -29,6 +29,26 @@ torch::nn::Sequential make_net() {
                                torch::nn::Linear(32, 4));
 }
 
+// Four steps on all ranks, each on its rows of a batch, and of `alone` on the whole batch.
+template <class Model, class Optimizer>
+void train_both(Accelerator& accelerator, Model& model, Optimizer& optimizer,
+                torch::nn::Sequential alone, torch::optim::Optimizer& optimizer_alone,
+                std::int64_t features) {
+  for (int step = 0; step < 4; ++step) {
+    torch::manual_seed(step);
+    const auto batch =
+        torch::randn({4 * world().size(), features}, torch::kDouble).to(accelerator.device());
+    accelerator.backward(model(batch.narrow(0, 4 * world().rank(), 4)).square().mean());
+    accelerator.clip_grad_norm_(model, 0.5);
+    optimizer.step();
+    optimizer.zero_grad();
+    alone->forward(batch).square().mean().backward();
+    torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.5);
+    optimizer_alone.step();
+    optimizer_alone.zero_grad();
+  }
+}
+
 TEST_F(Cuda, TrainsAsOneProcessOnTheWholeBatch) {
   Accelerator accelerator;
   ASSERT_TRUE(accelerator.device().is_cuda());
@@ -39,19 +59,7 @@ TEST_F(Cuda, TrainsAsOneProcessOnTheWholeBatch) {
   torch::optim::SGD sgd(net->parameters(), 0.1);
   torch::optim::SGD sgd_alone(alone->parameters(), 0.1);
   auto [model, optimizer] = accelerator.prepare(net, sgd);
-  for (int step = 0; step < 4; ++step) {
-    torch::manual_seed(step);
-    const auto batch =
-        torch::randn({4 * world().size(), 8}, torch::kDouble).to(accelerator.device());
-    accelerator.backward(model(batch.narrow(0, 4 * world().rank(), 4)).square().mean());
-    accelerator.clip_grad_norm_(model, 0.5);
-    optimizer.step();
-    optimizer.zero_grad();
-    alone->forward(batch).square().mean().backward();
-    torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.5);
-    sgd_alone.step();
-    sgd_alone.zero_grad();
-  }
+  train_both(accelerator, model, optimizer, alone, sgd_alone, 8);
   for (size_t i = 0; i < net->parameters().size(); ++i) {
     EXPECT_LT((net->parameters()[i] - alone->parameters()[i]).abs().max().item<double>(), 1e-10);
   }
@@ -120,19 +128,7 @@ TEST_F(Cuda, ShardedTrainsAsOneProcessWhateverTheDelays) {
     torch::optim::AdamW adam(net->parameters(), 1e-2);
     torch::optim::AdamW adam_alone(alone->parameters(), 1e-2);
     auto [model, optimizer] = accelerator.prepare(net, adam);
-    for (int step = 0; step < 4; ++step) {
-      torch::manual_seed(step);
-      const auto batch =
-          torch::randn({4 * world().size(), 32}, torch::kDouble).to(accelerator.device());
-      accelerator.backward(model(batch.narrow(0, 4 * world().rank(), 4)).square().mean());
-      accelerator.clip_grad_norm_(model, 0.5);
-      optimizer.step();
-      optimizer.zero_grad();
-      alone->forward(batch).square().mean().backward();
-      torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.5);
-      adam_alone.step();
-      adam_alone.zero_grad();
-    }
+    train_both(accelerator, model, optimizer, alone, adam_alone, 32);
     const auto probe = torch::ones({2, 32}, torch::kDouble).to(accelerator.device());
     const torch::NoGradGuard no_grad;
     EXPECT_LT((model(probe) - alone->forward(probe)).abs().max().item<double>(), 1e-9);

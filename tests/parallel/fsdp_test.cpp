@@ -1,8 +1,6 @@
-// Sharded training on several ranks against the same module unsharded: there every rank computes
-// its own part of the batch and gradients are averaged parameter by parameter.
+// Sharded training on several ranks against the same module unsharded.
 
-#include <support/distributed.hpp>
-#include <support/zoo.hpp>
+#include "parallel/fsdp_training.hpp"
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/intercept/key.hpp>
@@ -12,7 +10,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
@@ -25,143 +22,8 @@
 #include <optional>
 #include <random>
 #include <thread>
-
 namespace accelerate::parallel {
 namespace {
-
-using accelerate::testing::world;
-
-std::vector<at::Tensor> parameters_of(const ModuleRecord& record) {
-  std::vector<at::Tensor> all;
-  for (const NamedTensor& parameter : record.parameters()) all.push_back(parameter.tensor);
-  return all;
-}
-
-std::vector<at::Tensor> leaves_of(const Fsdp& fsdp) {
-  std::vector<at::Tensor> all;
-  for (const NamedTensor& parameter : fsdp.module().parameters())
-    all.push_back(fsdp.optimizer_leaf(parameter.tensor));
-  return all;
-}
-
-// The mean over the ranks; undefined where no rank has one.
-void average(const std::vector<at::Tensor>& parameters) {
-  for (const at::Tensor& parameter : parameters) {
-    if (!parameter.requires_grad() || parameter.numel() == 0) continue;
-    const at::Tensor used = at::full({1}, parameter.grad().defined() ? 1.0 : 0.0);
-    world().all_reduce(used).wait();
-    if (used.item<double>() == 0) continue;
-    at::Tensor gradient = parameter.grad().defined()
-                              ? parameter.grad().contiguous()
-                              : at::zeros(parameter.sizes(), parameter.options());
-    gradient = gradient.detach();
-    world().all_reduce(gradient, comm::ReduceOp::avg).wait();
-    at::Tensor(parameter).mutable_grad() = gradient;
-  }
-}
-
-at::Tensor global_norm(const std::vector<at::Tensor>& parameters, double p) {
-  std::vector<at::Tensor> norms;
-  for (const at::Tensor& parameter : parameters) {
-    if (parameter.grad().defined() && parameter.numel() > 0)
-      norms.push_back(at::linalg_vector_norm(parameter.grad(), p));
-  }
-  return at::linalg_vector_norm(at::stack(norms), p);
-}
-
-// With Adam's own eps, a gradient that is nothing but rounding (of a bias before a batch norm)
-// would move its parameter by something that can be seen.
-torch::optim::AdamWOptions adam_options() { return torch::optim::AdamWOptions(1e-2).eps(1e-4); }
-
-// Micro-batches of a step: as many as asked for, or one and two in turns.
-constexpr int kInTurns = 0;
-int micro_batches_of(int step, int asked) { return asked == kInTurns ? 1 + step % 2 : asked; }
-
-void seed_for(int step, int micro) {
-  torch::manual_seed(1000 * step + 10 * micro + world().rank());
-}
-
-struct History {
-  std::vector<double> losses;
-  std::vector<double> norms;
-};
-
-History train_plain(zoo::Specimen& specimen, int steps, int micro_batches) {
-  History run;
-  const auto parameters = parameters_of(specimen.record);
-  torch::optim::AdamW adam(parameters, adam_options());
-  for (int step = 0; step < steps; ++step) {
-    const int count = micro_batches_of(step, micro_batches);
-    for (int micro = 0; micro < count; ++micro) {
-      seed_for(step, micro);
-      const at::Tensor loss = zoo::loss_of(specimen.forward(specimen.input(3)));
-      loss.backward();
-      run.losses.push_back(loss.item<double>());
-    }
-    average(parameters);
-    run.norms.push_back(global_norm(parameters, 2).item<double>());
-    adam.step();
-    adam.zero_grad();
-  }
-  return run;
-}
-
-// The prepared loop, as the accelerator drives it.
-History train_sharded(zoo::Specimen& specimen, Fsdp& fsdp, int steps, int micro_batches,
-                      intercept::RegionPolicy* around_operators = nullptr) {
-  History run;
-  torch::optim::AdamW adam(leaves_of(fsdp), adam_options());
-  for (int step = 0; step < steps; ++step) {
-    const int count = micro_batches_of(step, micro_batches);
-    for (int micro = 0; micro < count; ++micro) {
-      seed_for(step, micro);
-      const at::Tensor input = specimen.input(3);
-      const ForwardContext context{.grad_enabled = true, .sync = micro + 1 == count};
-      fsdp.before_forward(context);
-      at::Tensor output;
-      {
-        std::optional<intercept::Region> region;
-        if (around_operators != nullptr) region.emplace(*around_operators);
-        output = specimen.forward(input);
-      }
-      fsdp.after_forward(context, {});
-      const at::Tensor loss = zoo::loss_of(output);
-      loss.backward();
-      fsdp.after_backward();
-      run.losses.push_back(loss.item<double>());
-    }
-    fsdp.check_gradients();
-    run.norms.push_back(fsdp.grad_norm(2).item<double>());
-    adam.step();
-    fsdp.after_step();
-    adam.zero_grad();
-  }
-  return run;
-}
-
-void expect_equal(const History& run, const History& expected, double tolerance) {
-  ASSERT_EQ(run.losses.size(), expected.losses.size());
-  for (std::size_t i = 0; i < run.losses.size(); ++i)
-    EXPECT_NEAR(run.losses[i], expected.losses[i], tolerance) << "loss " << i;
-  for (std::size_t i = 0; i < run.norms.size(); ++i)
-    EXPECT_NEAR(run.norms[i], expected.norms[i], tolerance) << "norm " << i;
-}
-
-void expect_equal(const ModuleRecord& trained, const ModuleRecord& expected, double tolerance) {
-  for (std::size_t i = 0; i < expected.parameters().size(); ++i) {
-    const at::Tensor& one = trained.parameters()[i].tensor;
-    const at::Tensor& other = expected.parameters()[i].tensor;
-    ASSERT_EQ(one.sizes(), other.sizes());
-    EXPECT_FALSE(intercept::is_tagged(one));
-    EXPECT_TRUE(at::allclose(one, other, 0, tolerance)) << expected.parameters()[i].name;
-  }
-  for (std::size_t i = 0; i < expected.buffers().size(); ++i) {
-    EXPECT_TRUE(
-        at::allclose(trained.buffers()[i].tensor, expected.buffers()[i].tensor, 0, tolerance));
-  }
-}
-
-FsdpOptions small_units() { return FsdpOptions().min_num_params(40); }
 
 class FsdpZoo : public ::testing::TestWithParam<std::string> {};
 
@@ -204,6 +66,7 @@ TEST(Fsdp, EveryStrategyTrainsAlike) {
 }
 
 // Each rank pauses before some of its operators, forward and backward, at moments of its own.
+
 struct Dawdle final : intercept::RegionPolicy {
   std::mt19937 random{static_cast<unsigned>(17 + world().rank())};
   void pause() {
@@ -230,21 +93,6 @@ TEST(Fsdp, DelaysChangeNoBit) {
       fsdp.restore();
     }
     expect_equal(runs[1], runs[0], 0);
-  }
-}
-
-TEST(Fsdp, FrozenTorchScriptModulesHaveNothingToShard) {
-  torch::jit::Module module("net");
-  module.register_parameter("weight", at::ones({2, 2}), /*is_buffer=*/false);
-  module.define("def forward(self, x):\n  return x.matmul(self.weight)\n");
-  module.eval();
-  const torch::jit::Module frozen = torch::jit::freeze(module);
-  try {
-    Fsdp fsdp(ModuleRecord(frozen), FsdpOptions(), world());
-    FAIL();
-  } catch (const ShardingError& error) {
-    EXPECT_NE(std::string(error.what()).find("torch.jit.freeze"), std::string::npos)
-        << error.what();
   }
 }
 
@@ -311,41 +159,6 @@ TEST(Fsdp, GradientNormsOfEveryKindAndClipping) {
   EXPECT_NEAR(fsdp.grad_norm(2).item<double>(), before / 2, 1e-12);
   fsdp.clip_grad_value_(1e-4);
   EXPECT_LE(fsdp.grad_norm(INFINITY).item<double>(), 1e-4);
-  fsdp.restore();
-}
-
-struct TwoHeads : torch::nn::Module {
-  torch::nn::Linear a{4, 3}, b{4, 3}, never{4, 3};
-  TwoHeads() {
-    register_module("a", a);
-    register_module("b", b);
-    register_module("never", never);
-  }
-  at::Tensor forward(const at::Tensor& x, bool first) { return first ? a(x) : b(x); }
-};
-
-TEST(Fsdp, ParametersThatOnlySomeRanksUse) {
-  torch::manual_seed(1);
-  auto plain = std::make_shared<TwoHeads>();
-  torch::manual_seed(1);
-  auto net = std::make_shared<TwoHeads>();
-  Fsdp fsdp{ModuleRecord(net), FsdpOptions(), world()};
-  seed_for(0, 0);
-  const at::Tensor x = at::randn({2, 4});
-  plain->forward(x, world().rank() == 0).sum().backward();
-  average(plain->parameters());
-  fsdp.before_forward({});
-  net->forward(x, world().rank() == 0).sum().backward();
-  for (const auto& shard : fsdp.shards()) {
-    const at::Tensor expected = plain->named_parameters()[shard.name].grad();
-    ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
-    if (!expected.defined()) continue;
-    EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                             expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
-                             1e-6));
-  }
-  EXPECT_EQ(fsdp.optimizer_leaf(net->never->weight).grad().defined(), false)
-      << "a zero gradient would let AdamW move it";
   fsdp.restore();
 }
 
@@ -483,6 +296,7 @@ TEST(Fsdp, IgnoredModulesAreLeftAlone) {
 }
 
 // What went over the whole world's groups in one step.
+
 std::map<std::string, comm::Traffic::Count> traffic_of_a_step(zoo::Specimen& specimen, Fsdp& fsdp) {
   train_sharded(specimen, fsdp, 1, 1);  // records the trace
   fsdp.reset_statistics();
@@ -581,97 +395,7 @@ TEST(Fsdp, PrefetchAfterTheGradientsOfAUnit) {
   fsdp.restore();
 }
 
-TEST(Fsdp, AForwardMoreOnOneRankIsNamedOnEveryRank) {
-  if (world().size() == 1) GTEST_SKIP() << "one process goes one way";
-  zoo::Specimen specimen = zoo::make("tied", 3);
-  Fsdp fsdp(specimen.record, small_units().verify_control_flow(true), world());
-  train_sharded(specimen, fsdp, 2, 1);
-  fsdp.before_forward({});
-  const at::Tensor output = specimen.forward(specimen.input(3));
-  try {
-    if (world().rank() == 0) {
-      fsdp.before_forward({});
-      specimen.forward(specimen.input(3));
-    } else {
-      zoo::loss_of(output).backward();
-    }
-    FAIL() << "one rank ran a forward more and nobody noticed";
-  } catch (const ShardingError& error) {
-    const std::string own = "rank " + std::to_string(world().rank()) + " (this one)";
-    EXPECT_NE(std::string(error.what()).find("The ranks went different ways: " + own),
-              std::string::npos)
-        << error.what();
-  }
-  world().barrier();
-}
-
 // Blocks of which a rank may leave a part out.
-struct Branches : torch::nn::Module {
-  torch::nn::ModuleList blocks{register_module("blocks", torch::nn::ModuleList())};
-  Branches() {
-    for (int i = 0; i < 8; ++i) blocks->push_back(std::make_shared<TwoHeads>());
-  }
-  at::Tensor forward(at::Tensor x, int left_out) {
-    for (int i = 0; i < 8; ++i) {
-      auto& block = *blocks[i]->as<TwoHeads>();
-      at::Tensor y = block.a(x);
-      if (i != left_out) y = y + block.b(x);
-      x = at::constant_pad_nd(y.tanh(), {0, 1});
-    }
-    return x;
-  }
-};
-
-TEST(Fsdp, PartsThatOneRankLeavesOutKeepNobodyWaiting) {
-  for (const bool verify : {false, true}) {
-    torch::manual_seed(4);
-    auto plain = std::make_shared<Branches>();
-    torch::manual_seed(4);
-    auto net = std::make_shared<Branches>();
-    Fsdp fsdp(ModuleRecord(net), small_units().verify_control_flow(verify), world());
-    EXPECT_GE(fsdp.num_units(), 8);
-    for (int step = 0; step < 3; ++step) {
-      // The last but one block is among the first in backward.
-      const int left_out = (world().rank() + step) % 2 == 0 ? 6 : -1;
-      plain->zero_grad();
-      plain->forward(at::ones({2, 4}), left_out).sum().backward();
-      average(plain->parameters());
-      fsdp.before_forward({});
-      net->forward(at::ones({2, 4}), left_out).sum().backward();
-      fsdp.after_backward();
-      fsdp.check_gradients();
-      for (const auto& shard : fsdp.shards()) {
-        const at::Tensor expected = plain->named_parameters()[shard.name].grad();
-        ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
-        if (!expected.defined()) continue;
-        EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                                 expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
-                                 1e-6))
-            << shard.name;
-      }
-      for (const at::Tensor& leaf : leaves_of(fsdp)) at::Tensor(leaf).mutable_grad().reset();
-      fsdp.after_zero_grad();
-    }
-    fsdp.restore();
-  }
-}
-
-TEST(Fsdp, DifferentWaysAreNamedOnEveryRank) {
-  if (world().size() == 1) GTEST_SKIP() << "one process goes one way";
-  auto net = std::make_shared<TwoHeads>();
-  Fsdp fsdp(ModuleRecord(net), FsdpOptions().unit_names({"a", "b"}).verify_control_flow(true),
-            world());
-  fsdp.before_forward({});
-  try {
-    net->forward(at::ones({2, 4}), world().rank() == 0).sum().backward();
-    FAIL() << "ranks used different units and nobody noticed";
-  } catch (const ShardingError& error) {
-    const std::string what = error.what();
-    EXPECT_NE(what.find("'a'"), std::string::npos) << what;
-    EXPECT_NE(what.find("'b'"), std::string::npos) << what;
-  }
-  world().barrier();
-}
 
 TEST(Fsdp, StateDictsOfEveryTypeComeBack) {
   for (const StateDictType type :
@@ -715,57 +439,6 @@ TEST(Fsdp, StateDictsOfEveryTypeComeBack) {
     EXPECT_THROW(fsdp.load_state_dict(wrong, options, /*strict=*/false), CheckpointError);
     fsdp.restore();
     expect_equal(specimen.record, plain.record, 1e-9);
-  }
-}
-
-TEST(Fsdp, MisuseIsNamedOnEveryRank) {
-  zoo::Specimen specimen = zoo::make("tied", 3);
-  EXPECT_THROW(Fsdp(specimen.record, FsdpOptions().unit_types({"NoSuchImpl"}), world()),
-               ConfigError);
-  EXPECT_THROW(Fsdp(specimen.record, FsdpOptions().resident_limit(64), world()), ShardingError);
-  EXPECT_THROW(
-      Fsdp(ModuleRecord(std::make_shared<torch::nn::ModuleListImpl>()), FsdpOptions(), world()),
-      ShardingError);
-  if (world().size() > 1) {
-    const ModuleRecord different(std::make_shared<torch::nn::LinearImpl>(4, 3 + world().rank()));
-    try {
-      Fsdp fsdp(different, FsdpOptions(), world());
-      FAIL() << "ranks with different modules were accepted";
-    } catch (const ShardingError& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 1 has weight Float [4, 4]"), std::string::npos)
-          << error.what();
-    }
-  }
-  const auto parameters = parameters_of(specimen.record);
-  for (const at::Tensor& parameter : parameters)
-    ASSERT_FALSE(intercept::is_tagged(parameter)) << "refused, and changed all the same";
-  Fsdp fsdp(specimen.record, FsdpOptions(), world());
-  EXPECT_THROW(Fsdp(specimen.record, FsdpOptions(), world()), ShardingError);
-  // Stepping in the middle of an accumulation.
-  fsdp.before_forward({.grad_enabled = true, .sync = false});
-  zoo::loss_of(specimen.forward(specimen.input(2))).backward();
-  EXPECT_THROW(fsdp.check_gradients(), StateError);
-  fsdp.after_step();
-  fsdp.check_gradients();
-  fsdp.restore();
-  EXPECT_THROW(fsdp.before_forward({}), StateError);
-}
-
-TEST(Fsdp, MovingTheModuleAfterwardsIsNamed) {
-  auto net = std::make_shared<TwoHeads>();
-  Fsdp fsdp{ModuleRecord(net), FsdpOptions(), world()};
-  net->to(at::kDouble);
-  EXPECT_THROW(fsdp.before_forward({}), StateError);
-}
-
-TEST(Fsdp, AfterDestructionParametersAreWholeOrSaySo) {
-  auto net = std::make_shared<TwoHeads>();
-  const at::Tensor expected = net->a->weight.detach().clone();
-  { const Fsdp fsdp{ModuleRecord(net), FsdpOptions().sync_module_states(false), world()}; }
-  if (world().size() == 1) {
-    EXPECT_TRUE(at::equal(net->a->weight, expected));
-  } else {
-    EXPECT_THROW(net->a->weight.sum(), StateError);
   }
 }
 
