@@ -12,6 +12,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -73,7 +74,12 @@ at::Tensor Fsdp::optimizer_leaf(const at::Tensor& parameter) const {
 
 void Fsdp::check_gradients() {
   impl_->require_sharded();
-  if (!impl_->local_gradients().empty()) require_forward();
+  const auto has_gradient = [](const Impl::Part& part) {
+    return std::any_of(part.leaves.begin(), part.leaves.end(), [](const at::Tensor& leaf) {
+      return leaf.grad().defined() && leaf.numel() > 0;
+    });
+  };
+  if (std::any_of(impl_->parts.begin(), impl_->parts.end(), has_gradient)) require_forward();
   impl_->engine->check_tagged();
   for (const auto& unit : impl_->engine->units()) {
     for (const UnitParameter& parameter : unit->parameters()) {

@@ -41,6 +41,19 @@ struct TwoHeads : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, bool first) { return first ? a(x) : b(x); }
 };
 
+// Every leaf has its part of the gradient that `plain` has, and none where there is none.
+void expect_gradients_of(const torch::nn::Module& plain, const Fsdp& fsdp) {
+  for (const auto& shard : fsdp.shards()) {
+    const at::Tensor expected = plain.named_parameters()[shard.name].grad();
+    ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
+    if (!expected.defined()) continue;
+    EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
+                             expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
+                             1e-6))
+        << shard.name;
+  }
+}
+
 TEST(Fsdp, ParametersThatOnlySomeRanksUse) {
   torch::manual_seed(1);
   auto plain = std::make_shared<TwoHeads>();
@@ -53,14 +66,7 @@ TEST(Fsdp, ParametersThatOnlySomeRanksUse) {
   average(plain->parameters());
   fsdp.before_forward({});
   net->forward(x, world().rank() == 0).sum().backward();
-  for (const auto& shard : fsdp.shards()) {
-    const at::Tensor expected = plain->named_parameters()[shard.name].grad();
-    ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
-    if (!expected.defined()) continue;
-    EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                             expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
-                             1e-6));
-  }
+  expect_gradients_of(*plain, fsdp);
   EXPECT_EQ(fsdp.optimizer_leaf(net->never->weight).grad().defined(), false)
       << "a zero gradient would let AdamW move it";
   fsdp.restore();
@@ -124,15 +130,7 @@ TEST(Fsdp, PartsThatOneRankLeavesOutKeepNobodyWaiting) {
       net->forward(at::ones({2, 4}), left_out).sum().backward();
       fsdp.after_backward();
       fsdp.check_gradients();
-      for (const auto& shard : fsdp.shards()) {
-        const at::Tensor expected = plain->named_parameters()[shard.name].grad();
-        ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
-        if (!expected.defined()) continue;
-        EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                                 expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
-                                 1e-6))
-            << shard.name;
-      }
+      expect_gradients_of(*plain, fsdp);
       for (const at::Tensor& leaf : leaves_of(fsdp)) at::Tensor(leaf).mutable_grad().reset();
       fsdp.after_zero_grad();
     }
