@@ -127,12 +127,16 @@ at::Tensor Fsdp::grad_norm(double p) const {
   at::Tensor total = norms.empty() ? at::zeros({}, at::TensorOptions(device).dtype(dtype))
                                    : at::linalg_vector_norm(at::stack(norms), p);
   if (impl_->reduce_group.size() == 1) return total;
+  const auto reduce = [&](comm::ReduceOp op) {
+    Impl::saying([] { return std::string("Taking the norm of the sharded gradients"); },
+                 [&] { impl_->reduce_group.all_reduce(total, op).wait(); });
+  };
   if (std::isinf(p)) {
-    impl_->reduce_group.all_reduce(total, p > 0 ? comm::ReduceOp::max : comm::ReduceOp::min).wait();
+    reduce(p > 0 ? comm::ReduceOp::max : comm::ReduceOp::min);
     return total;
   }
   total = total.pow(p);
-  impl_->reduce_group.all_reduce(total).wait();
+  reduce(comm::ReduceOp::sum);
   return total.pow(1 / p);
 }
 

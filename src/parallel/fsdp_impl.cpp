@@ -74,8 +74,9 @@ int ranks_of_this_machine(const comm::Group& group) {
 
 }  // namespace
 
-void Fsdp::Impl::for_unit(const Unit& unit, const char* what, const std::function<void()>& body) {
-  const auto message = [&] { return text::concat(what, " the unit '", unit.name(), "' failed"); };
+void Fsdp::Impl::saying(const std::function<std::string()>& what,
+                        const std::function<void()>& body) {
+  const auto message = [&] { return what() + " failed"; };
   try {
     body();
   } catch (const TimeoutError& error) {
@@ -86,6 +87,10 @@ void Fsdp::Impl::for_unit(const Unit& unit, const char* what, const std::functio
   } catch (const DistributedError& error) {
     std::throw_with_nested(DistributedError(message(), error.operation(), error.rank()));
   }
+}
+
+void Fsdp::Impl::for_unit(const Unit& unit, const char* what, const std::function<void()>& body) {
+  saying([&] { return text::concat(what, " the unit '", unit.name(), "'"); }, body);
 }
 
 Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOptions given,

@@ -60,7 +60,8 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   void make_groups(const comm::Group& group);
   void require_sharded() const;
   void adopt(const intercept::Unit& unit, at::Tensor flat);
-  // Errors of communication say which unit they struck, and keep their type.
+  // Errors of communication say what was being done, and keep their type.
+  static void saying(const std::function<std::string()>& what, const std::function<void()>& body);
   static void for_unit(const intercept::Unit& unit, const char* what,
                        const std::function<void()>& body);
   // Runs `body`, which starts a collective of a unit: now, or with verify_control_flow when it is
