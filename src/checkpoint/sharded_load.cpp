@@ -176,6 +176,8 @@ void Load::verify() {
     });
   }
   const auto all = group_.all_gather_bytes(needed);
+  // Neighbours go to one process: disks like long reads.
+  const std::size_t neighbours = std::clamp<std::size_t>(needed.size() / (4 * all.size()), 1, 256);
   together(group_, "verifying a checkpoint", folder_.string(), [&] {
     std::vector<std::size_t> who;
     for (std::size_t f = 0; f < manifest_.files.size(); ++f) {
@@ -186,8 +188,7 @@ void Load::verify() {
         for (std::size_t rank = 0; rank < all.size(); ++rank) {
           if (all[rank][at] == '1') who.push_back(rank);
         }
-        // Sixteen neighbours each: disks like long reads.
-        const std::size_t turn = at / 16;
+        const std::size_t turn = at / neighbours;
         const std::size_t checker = who.empty() ? turn % all.size() : who[turn % who.size()];
         if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin);
       }

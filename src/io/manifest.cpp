@@ -1,6 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/io/manifest.hpp>
+#include <accelerate/io/mapped_file.hpp>
 
 #include "base/in_threads.hpp"
 #include "io/system_error.hpp"
@@ -232,29 +233,54 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
 void verify_blocks(const fs::path& folder, const SavedFile& saved,
                    std::span<const std::size_t> blocks, const VerifiedBlock& each) {
   if (blocks.empty()) return;
-  // Threads take so many at a time: the system reads ahead of each, and the longer the better.
-  constexpr std::size_t kTaken = 16;
-  const std::size_t parts = (blocks.size() + kTaken - 1) / kTaken;
-  in_threads(std::min(parts, reading_threads()), parts, [&] {
+  // What is cached is read where it lies, which takes half the time of copying it here.
+  constexpr std::size_t kMapped = 4;
+  // Each thread reads a long stretch: the system then reads ahead of it in ever larger pieces,
+  // whose pages are faster to copy afterwards, too.
+  constexpr std::size_t kLongest = 256;
+  const std::size_t threads = std::min(reading_threads(), blocks.size());
+  const std::size_t taken = std::min(kLongest, (blocks.size() + threads - 1) / threads);
+  const std::size_t parts = (blocks.size() + taken - 1) / taken;
+  const auto begin_of = [](std::size_t block) { return std::uint64_t{block} * kChecksumBlock; };
+  const auto size_of = [&](std::size_t block) {
+    return static_cast<std::size_t>(
+        std::min<std::uint64_t>(kChecksumBlock, saved.bytes - begin_of(block)));
+  };
+  const MappedFile map(folder / saved.name);
+  const auto check = [&](std::size_t block, std::span<const std::byte> bytes) {
+    if (checksum(bytes) != saved.checksums[block]) {
+      throw CheckpointError(
+          text::concat(map.path().string(), " is damaged: bytes ", begin_of(block), " to ",
+                       begin_of(block) + bytes.size() - 1,
+                       " are not those that were written. Nothing was loaded; use another "
+                       "checkpoint."),
+          map.path().string());
+    }
+    if (each) each(block, bytes);
+  };
+  in_threads(std::min(parts, threads), parts, [&] {
     const auto file = std::make_shared<const File>(File::open(folder / saved.name));
     // One block: it stays in the processor's cache until it was checked and taken.
     std::vector<std::byte> buffer(kChecksumBlock);
     return [&, file, buffer = std::move(buffer)](std::size_t part) mutable {
-      const std::size_t first = part * kTaken;
-      for (std::size_t i = first; i < std::min(first + kTaken, blocks.size()); ++i) {
-        const std::uint64_t begin = std::uint64_t{blocks[i]} * kChecksumBlock;
-        const auto bytes = std::span(buffer).first(
-            static_cast<std::size_t>(std::min<std::uint64_t>(kChecksumBlock, saved.bytes - begin)));
-        file->read(bytes.data(), bytes.size(), begin);
-        if (checksum(bytes) != saved.checksums[blocks[i]]) {
-          throw CheckpointError(
-              text::concat(file->path().string(), " is damaged: bytes ", begin, " to ",
-                           begin + bytes.size() - 1,
-                           " are not those that were written. Nothing was loaded; use another "
-                           "checkpoint."),
-              file->path().string());
+      const auto mine = blocks.subspan(part * taken, std::min(taken, blocks.size() - part * taken));
+      for (std::size_t i = 0; i < mine.size();) {
+        std::size_t next = i + 1;
+        while (next < mine.size() && next < i + kMapped && mine[next] == mine[next - 1] + 1) ++next;
+        const std::uint64_t begin = begin_of(mine[i]);
+        const std::uint64_t bytes = begin_of(mine[next - 1]) + size_of(mine[next - 1]) - begin;
+        const bool cached = map.map_cached(begin, bytes);
+        for (; i < next; ++i) {
+          const std::size_t block = mine[i];
+          if (cached) {
+            check(block, map.slice(begin_of(block), size_of(block)));
+            continue;
+          }
+          const auto read = std::span(buffer).first(size_of(block));
+          file->read(read.data(), read.size(), begin_of(block));
+          check(block, read);
         }
-        if (each) each(blocks[i], bytes);
+        if (cached) map.advise(Advice::kDontNeed, begin, bytes);
       }
     };
   });

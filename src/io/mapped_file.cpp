@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <vector>
 
 #include "io/system_error.hpp"
 
@@ -83,6 +85,25 @@ void MappedFile::advise(Advice advice, std::uint64_t offset, std::uint64_t bytes
   }
   if (begin >= end) return;
   ::madvise(const_cast<std::byte*>(data_ + begin), end - begin, how);  // a hint: it may be ignored
+}
+
+bool MappedFile::map_cached(std::uint64_t offset, std::uint64_t bytes) const {
+#ifdef MADV_POPULATE_READ
+  if (offset >= size_) return false;
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const std::uint64_t begin = offset / page * page;
+  const std::uint64_t end = offset + std::min<std::uint64_t>(bytes, size_ - offset);
+  void* const at = const_cast<std::byte*>(data_ + begin);
+  std::vector<unsigned char> cached((end - begin + page - 1) / page);
+  if (::mincore(at, end - begin, cached.data()) != 0) return false;
+  const auto is_cached = [](unsigned char flags) { return (flags & 1U) != 0; };
+  return std::all_of(cached.begin(), cached.end(), is_cached) &&
+         ::madvise(at, end - begin, MADV_POPULATE_READ) == 0;
+#else
+  static_cast<void>(offset);
+  static_cast<void>(bytes);
+  return false;
+#endif
 }
 
 void MappedFile::check() const {

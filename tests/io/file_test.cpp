@@ -1,8 +1,10 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/io/checksum.hpp>
 #include <accelerate/io/file.hpp>
+#include <accelerate/io/manifest.hpp>
 #include <accelerate/io/mapped_file.hpp>
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +14,10 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <mutex>
+#include <numeric>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "io/checked_writer.hpp"
@@ -219,8 +224,10 @@ TEST(MappedFile, ReadsSlicesAndNoticesWhatHappenedToTheFile) {
   EXPECT_THROW(map.slice(99'990, 11), CheckpointError);
   EXPECT_THROW(map.slice(100'001, 0), CheckpointError);
   EXPECT_THROW(map.slice(1, ~std::uint64_t{0}), CheckpointError);
+  EXPECT_FALSE(map.map_cached(text.size(), 1));
   map.check();
   fs::resize_file(path, 10);
+  EXPECT_FALSE(map.map_cached(0, text.size()));
   expect_mentions(failure([&] { map.check(); }).first, {path.string(), "100000", "cut short"});
   write_file(path, text);
   expect_mentions(failure([&] { map.check(); }).first, {path.string(), "replaced"});
@@ -288,6 +295,59 @@ TEST(CheckedWriter, WritesWhatWasAppendedWithTheChecksumsOfItsBlocks) {
   EXPECT_EQ(out.size(), all.size());
   EXPECT_EQ(out.finish(), block_checksums(std::as_bytes(std::span(all))));
   EXPECT_TRUE(read_file(path) == all);
+}
+
+// From the page cache, where blocks are read in place, and from the disk.
+TEST(VerifyBlocks, ReadsTheBlocksItIsGivenAndNamesADamagedOne) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "file";
+  std::string text = pattern(40 * kChecksumBlock + 4567);
+  write_file(path, text);
+  const SavedFile saved{"file", text.size(), block_checksums(as_bytes(text))};
+  const std::vector<std::size_t> all = [] {
+    std::vector<std::size_t> blocks(41);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    return blocks;
+  }();
+  const std::vector<std::size_t> some{0, 1, 2, 3, 4, 5, 9, 11, 12, 40};
+  const auto forget = [&] {
+    File file = File::open_writable(path);
+    file.sync();
+    EXPECT_EQ(::posix_fadvise(file.descriptor(), 0, 0, POSIX_FADV_DONTNEED), 0);
+  };
+  for (const bool cached : {true, false}) {
+    for (const auto& blocks : {all, some}) {
+      if (!cached) forget();
+      std::mutex mutex;
+      std::set<std::size_t> seen;
+      verify_blocks(
+          folder.path(), saved, blocks, [&](std::size_t block, std::span<const std::byte> bytes) {
+            const std::string expected = text.substr(block * kChecksumBlock, kChecksumBlock);
+            const std::scoped_lock lock(mutex);
+            EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), as_bytes(expected).begin(),
+                                   as_bytes(expected).end()))
+                << block;
+            EXPECT_TRUE(seen.insert(block).second) << block;
+          });
+      EXPECT_EQ(seen, std::set<std::size_t>(blocks.begin(), blocks.end()));
+    }
+  }
+  for (const std::size_t at : {std::size_t{0}, 11 * kChecksumBlock - 1, text.size() - 1}) {
+    text[at] = static_cast<char>(text[at] ^ 1);
+    {
+      File file = File::open_writable(path);
+      file.write(&text[at], 1, at);
+    }
+    const std::size_t block = at / kChecksumBlock;
+    for (const bool cached : {true, false}) {
+      if (!cached) forget();
+      expect_mentions(failure([&] { verify_blocks(folder.path(), saved, all); }).first,
+                      {path.string(), "damaged", std::to_string(block * kChecksumBlock)});
+      verify_blocks(folder.path(), saved, std::vector<std::size_t>{(block + 1) % 40});
+    }
+    text[at] = static_cast<char>(text[at] ^ 1);
+    write_file(path, text);
+  }
 }
 
 TEST(CheckedWriter, AnErrorWhileWritingComesOut) {

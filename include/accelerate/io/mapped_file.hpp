@@ -46,6 +46,11 @@ class MappedFile {
   void advise(Advice advice, std::uint64_t offset = 0,
               std::uint64_t bytes = ~std::uint64_t{0}) const noexcept;
 
+  /// Whether a range lies in the system's cache and is mapped now, so that reading it soon asks no
+  /// disk. If not, nothing was read in: plain reading is faster then, and tells of a bad disk by an
+  /// error. `bytes` beyond the end are cut off.
+  bool map_cached(std::uint64_t offset, std::uint64_t bytes) const;
+
   /// Throws CheckpointError unless the file of this name is still the one that was mapped and is at
   /// least as long. Reading the map of a file that was cut short ends the process with SIGBUS, so
   /// call this before reading a map that was made long ago. A file that was only removed or
