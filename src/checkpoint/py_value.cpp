@@ -50,18 +50,18 @@ double PyValue::as_double() const {
   if (const auto* whole = std::get_if<std::int64_t>(&value_)) return static_cast<double>(*whole);
   return as<double>("float");
 }
-const std::string& PyValue::as_string() const { return as<std::string>("str"); }
-const PyBytes& PyValue::as_bytes() const { return as<PyBytes>("bytes"); }
-const std::vector<PyValue>& PyValue::as_list() const { return as<PyList>("list or tuple").items; }
-const PyDict& PyValue::as_dict() const { return as<PyDict>("dict"); }
-const at::Tensor& PyValue::as_tensor() const { return as<at::Tensor>("Tensor"); }
+const std::string& PyValue::as_string() const& { return as<std::string>("str"); }
+const PyBytes& PyValue::as_bytes() const& { return as<PyBytes>("bytes"); }
+const std::vector<PyValue>& PyValue::as_list() const& { return as<PyList>("list or tuple").items; }
+const PyDict& PyValue::as_dict() const& { return as<PyDict>("dict"); }
+const at::Tensor& PyValue::as_tensor() const& { return as<at::Tensor>("Tensor"); }
 
-const PyValue& PyValue::operator[](std::string_view key) const {
+const PyValue& PyValue::operator[](std::string_view key) const& {
   if (const PyValue* value = as_dict().find(key)) return *value;
   throw DataError(text::concat("A Python dict has no key '", key, "'."));
 }
 
-const PyValue& PyValue::operator[](std::int64_t key) const {
+const PyValue& PyValue::operator[](std::int64_t key) const& {
   if (const PyValue* value = as_dict().find(key)) return *value;
   throw DataError(text::concat("A Python dict has no key ", key, "."));
 }

@@ -112,7 +112,7 @@ TEST_F(PythonFiles, StateDictsAndTiedTensorsAreRead) {
   EXPECT_EQ(model[0].name, "0.weight");
   expect_same(model[0].tensor, values(0, {4, 3}), "0.weight");
   EXPECT_EQ(model[6].name, "1.num_batches_tracked");
-  const PyDict& dict = load_pt(python("model.pt")).as_dict();
+  const PyDict dict = load_pt(python("model.pt")).as_dict();
   EXPECT_TRUE(dict.ordered);
   const PyValue metadata = load_pt(python("model.pt")).as_dict().attributes.at(0).second;
   EXPECT_EQ(metadata["1"]["version"].as_int(), 2);

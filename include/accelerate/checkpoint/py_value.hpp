@@ -71,15 +71,23 @@ class PyValue {
   std::int64_t as_int() const;
   /// An int too.
   double as_double() const;
-  const std::string& as_string() const;
-  const PyBytes& as_bytes() const;
+  const std::string& as_string() const&;
+  const PyBytes& as_bytes() const&;
   /// Of a list or a tuple.
-  const std::vector<PyValue>& as_list() const;
-  const PyDict& as_dict() const;
-  const at::Tensor& as_tensor() const;
+  const std::vector<PyValue>& as_list() const&;
+  const PyDict& as_dict() const&;
+  const at::Tensor& as_tensor() const&;
   /// The value of a key of a dict. Throws DataError when there is none.
-  const PyValue& operator[](std::string_view key) const;
-  const PyValue& operator[](std::int64_t key) const;
+  const PyValue& operator[](std::string_view key) const&;
+  const PyValue& operator[](std::int64_t key) const&;
+  /// Of a value that is about to go, a copy: `load_pt(path).as_dict()`.
+  std::string as_string() && { return std::as_const(*this).as_string(); }
+  PyBytes as_bytes() && { return std::as_const(*this).as_bytes(); }
+  std::vector<PyValue> as_list() && { return std::as_const(*this).as_list(); }
+  PyDict as_dict() && { return std::as_const(*this).as_dict(); }
+  at::Tensor as_tensor() && { return std::as_const(*this).as_tensor(); }
+  PyValue operator[](std::string_view key) && { return std::as_const(*this)[key]; }
+  PyValue operator[](std::int64_t key) && { return std::as_const(*this)[key]; }
 
   /// "dict", "float", as Python says.
   std::string_view type_name() const noexcept;
