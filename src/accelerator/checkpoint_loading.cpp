@@ -10,6 +10,7 @@
 #include <accelerate/core/random.hpp>
 
 #include "accelerator/checkpoint_names.hpp"
+#include "accelerator/exact_json.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <nlohmann/json.hpp>
@@ -45,7 +46,10 @@ void set_layouts(const Json& about, const Prepared& prepared, int world_size) {
 // A folder of Python Accelerate's save_state.
 bool is_of_python(const fs::path& folder) {
   std::error_code ignored;
-  if (fs::exists(io::replaced_folder(folder) / io::Manifest::kFileName, ignored)) return false;
+  // Ours has at least one of these; without the manifest it is damaged.
+  for (const char* const own : {io::Manifest::kFileName.data(), "random_states_0.json"}) {
+    if (fs::exists(io::replaced_folder(folder) / own, ignored)) return false;
+  }
   return fs::exists(folder / "model.safetensors", ignored) ||
          fs::exists(folder / "pytorch_model.bin", ignored);
 }
@@ -122,30 +126,35 @@ void Checkpointing::load_of_python(const fs::path& folder, const LoadStateOption
                             "are Python's own and were left as they are here."));
 }
 
-void Checkpointing::load_random(const checkpoints::Load& load) const {
+Checkpointing::SavedRandom Checkpointing::read_random(const checkpoints::Load& load) const {
+  const std::string own = text::concat("random_states_", savers_.world.rank(), ".json");
+  const bool has_own = load.has_file(own);
+  const std::string name = has_own ? own : "random_states_0.json";
+  const Json saved = parse_exact(load.text(name), name);
+  return {saved.at("seed").get<std::uint64_t>(), has_own ? saved.at("states") : Json()};
+}
+
+void Checkpointing::load_random(const SavedRandom& saved) const {
   const int rank = savers_.world.rank();
-  const std::string own = text::concat("random_states_", rank, ".json");
-  const auto derive = [&](std::uint64_t seed) {
+  const auto derive = [&] {
     // Another stream of numbers on each process, and the same in each resumed run.
-    set_seed(seed + 0x9E3779B97F4A7C15ULL * static_cast<std::uint64_t>(rank + 1));
+    set_seed(saved.seed + 0x9E3779B97F4A7C15ULL * static_cast<std::uint64_t>(rank + 1));
   };
-  if (!load.has_file(own)) {
-    const Json first = Json::parse(load.text("random_states_0.json"));
-    derive(first.at("seed").get<std::uint64_t>());
+  if (saved.states.is_null()) {
+    derive();
     log::info(text::concat("The checkpoint has no random state of process ", rank,
                            ", which was not there when it was saved: it is derived from the saved "
                            "seed and the rank."),
               log::Ranks::all);
     return;
   }
-  const Json saved = Json::parse(load.text(own));
-  Json states = saved.at("states");
+  Json states = saved.states;
   const RngState here = RngState::capture();
   std::vector<std::string> left_out, fresh;
   for (const auto& [device, state] : here.states()) {
     if (!states.contains(device)) fresh.push_back(device);
   }
-  if (!fresh.empty()) derive(saved.at("seed").get<std::uint64_t>());
+  if (!fresh.empty()) derive();
   for (auto entry = states.begin(); entry != states.end();) {
     if (here.states().contains(entry.key())) {
       ++entry;
@@ -167,7 +176,8 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
                              const Prepared& prepared) {
   wait();
   const fs::path target = folder.empty() ? newest_folder() : folder;
-  if (is_of_python(target)) {
+  // The first process decides, so that all do the same.
+  if (group_.broadcast_bytes(is_of_python(target) ? "1" : "0") == "1") {
     load_of_python(target, options, prepared);
     return target;
   }
@@ -176,7 +186,12 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
   std::vector<checkpoints::IncomingOptimizerState> optimizers;
   std::vector<std::pair<std::size_t, std::vector<NamedTensor>>> tensor_objects;
   std::vector<Json> loaders, schedulers, objects;
+  std::optional<Json> scaler;
+  SavedRandom random;
   const std::string path = load.folder().string();
+  const auto json = [&](const std::string& name) {
+    return parse_exact(load.text(name + ".json"), name + ".json");
+  };
   together(group_, "preparing to load a checkpoint", path, [&] {
     const Json& about = load.manifest().about;
     const auto compare = [&](const char* key, const char* what, std::size_t here) {
@@ -190,6 +205,15 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     compare("models", "models", modules.size());
     compare("optimizers", "optimizers", prepared.optimizers.size());
     compare("schedulers", "schedulers", schedulers_.size());
+    const Json types = about.value("scheduler_types", Json::array());
+    for (std::size_t i = 0; i < std::min(types.size(), schedulers_.size()); ++i) {
+      if (types[i] == schedulers_[i].type) continue;
+      throw CheckpointError(
+          text::concat("The scheduler ", i, " of the checkpoint ", path, " is a ",
+                       types[i].get<std::string>(), ", and this program prepared a ",
+                       schedulers_[i].type, ". Prepare the same, in the same order."),
+          path);
+    }
     compare("loaders", "loaders", loaders_.size());
     compare("objects", "custom objects", objects_.size());
     for (std::size_t i = 0; i < modules.size(); ++i)
@@ -197,18 +221,18 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
                     options.strict());
     for (std::size_t i = 0; i < prepared.optimizers.size(); ++i) {
       const std::string name = numbered("optimizer", i);
-      optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules,
-                              Json::parse(load.text(name + ".json")), name, load);
+      optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules, json(name), name, load);
     }
     for (std::size_t i = 0; i < loaders_.size(); ++i)
-      loaders.push_back(
-          own_state(Json::parse(load.text(numbered("sampler", i) + ".json")), group_, path));
+      loaders.push_back(own_state(json(numbered("sampler", i)), group_, path));
     for (std::size_t i = 0; i < schedulers_.size(); ++i)
-      schedulers.push_back(Json::parse(load.text(numbered("scheduler", i) + ".json")));
+      schedulers.push_back(json(numbered("scheduler", i)));
+    if (prepared.scaler && load.has_file("scaler.json")) scaler = json("scaler");
+    random = read_random(load);
     for (std::size_t i = 0; i < objects_.size(); ++i) {
       const std::string name = text::concat("custom_checkpoint_", i);
       if (objects_[i].load) {
-        objects.push_back(Json::parse(load.text(name + ".json")));
+        objects.push_back(json(name));
         continue;
       }
       objects.emplace_back();
@@ -224,27 +248,28 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     }
   });
   load.verify();
+  // What may refuse goes first, before a parameter changes on any process: hooks, the data, which
+  // may be other data, and the program's own objects.
   together(group_, "loading a checkpoint", path, [&] {
     for (const auto& hook : load_hooks_) {
       if (*hook) (*hook)(load.folder());
     }
-    // What may be refused goes first: the data may be other data.
     for (std::size_t i = 0; i < loaders_.size(); ++i) loaders_[i]->load_state_dict(loaders[i]);
-    load.read();
-    for (auto& optimizer : optimizers) optimizer.apply();
     for (std::size_t i = 0; i < schedulers_.size(); ++i) schedulers_[i].load(schedulers[i]);
-    if (prepared.scaler) {
-      if (load.has_file("scaler.json")) {
-        prepared.scaler->load_state_dict(Json::parse(load.text("scaler.json")));
-      } else {
-        log::warning("The checkpoint was saved without a gradient scaler; it starts anew.");
-      }
-    }
     for (std::size_t i = 0; i < objects_.size(); ++i) {
       if (objects_[i].load) objects_[i].load(objects[i]);
     }
+  });
+  together(group_, "loading the tensors of a checkpoint", path, [&] {
+    load.read();
+    for (auto& optimizer : optimizers) optimizer.apply();
+    if (scaler) {
+      prepared.scaler->load_state_dict(*scaler);
+    } else if (prepared.scaler) {
+      log::warning("The checkpoint was saved without a gradient scaler; it starts anew.");
+    }
     for (const auto& [i, tensors] : tensor_objects) objects_[i].load_tensors(tensors);
-    load_random(load);
+    load_random(random);
     set_layouts(load.manifest().about, prepared, savers_.world.size());
     prepared.gradients->set_step(load.manifest().about.value("micro_batch", std::int64_t{0}));
   });

@@ -45,14 +45,21 @@ std::map<std::int64_t, fs::path> numbered_folders(const fs::path& parent) {
 
 fs::path newest_checkpoint(const fs::path& parent) {
   const auto folders = numbered_folders(parent);
-  const auto newest = std::find_if(folders.rbegin(), folders.rend(),
-                                   [](const auto& entry) { return is_complete(entry.second); });
-  if (newest == folders.rend()) {
+  for (auto newest = folders.rbegin(); newest != folders.rend(); ++newest) {
+    const fs::path& folder = newest->second;
+    if (is_complete(folder)) return folder;
+    if (io::names_in(folder).empty()) continue;  // nothing was ever saved there
+    // A folder gets such a name when everything is in it.
     throw CheckpointError(
-        text::concat("There is no complete checkpoint in ", parent.string(), " to go on from."),
-        parent.string());
+        text::concat("The newest checkpoint, ", folder.string(), ", has no ",
+                     io::Manifest::kFileName,
+                     ": it was damaged, or is not one of this library's. Nothing was loaded; name "
+                     "the checkpoint to go on from, or remove this folder."),
+        folder.string());
   }
-  return newest->second;
+  throw CheckpointError(
+      text::concat("There is no complete checkpoint in ", parent.string(), " to go on from."),
+      parent.string());
 }
 
 std::vector<fs::path> superfluous(const fs::path& parent, const ProjectConfiguration& project) {

@@ -19,7 +19,8 @@ std::string checkpoint_name(std::int64_t number);
 std::int64_t number_of(const std::filesystem::path& folder);
 // Every folder of such a name, complete or not.
 std::map<std::int64_t, std::filesystem::path> numbered_folders(const std::filesystem::path& parent);
-// The complete one with the highest number. Throws CheckpointError when there is none.
+// The one with the highest number. Throws CheckpointError when there is none, or it lost its
+// manifest.
 std::filesystem::path newest_checkpoint(const std::filesystem::path& parent);
 // Complete ones beyond the limit, that are not among the best either; never the newest.
 std::vector<std::filesystem::path> superfluous(const std::filesystem::path& parent,

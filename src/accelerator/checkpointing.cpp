@@ -8,6 +8,7 @@
 #include <accelerate/core/random.hpp>
 
 #include "accelerator/checkpoint_names.hpp"
+#include "accelerator/exact_json.hpp"
 
 #include <ATen/Context.h>
 #include <nlohmann/json.hpp>
@@ -16,6 +17,7 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <limits>
 #include <set>
 #include <thread>
 
@@ -150,27 +152,28 @@ fs::path Checkpointing::next_folder() {
 
 fs::path Checkpointing::newest_folder() const {
   std::string name;
-  together(group_, "looking for a checkpoint", project_.project_dir().string(), [&] {
-    const fs::path parent = checkpoints();
-    if (group_.rank() == 0) name = newest_checkpoint(parent).filename().string();
+  together(savers_.world, "looking for a checkpoint", project_.project_dir().string(), [&] {
+    if (group_.rank() == 0) name = newest_checkpoint(checkpoints()).filename().string();
   });
-  return checkpoints() / group_.broadcast_bytes(name);
+  // With a folder on each node, the newest that all have: a kill can fall between two nodes.
+  std::int64_t newest = std::numeric_limits<std::int64_t>::max();
+  for (const std::string& one : savers_.world.all_gather_bytes(name)) {
+    if (!one.empty()) newest = std::min(newest, number_of(one));
+  }
+  return checkpoints() / checkpoint_name(newest);
 }
 
 // --------------------------------------------------------------------------------------------
 // saving
-
-namespace {
-
-std::string dumped(const Json& json) { return json.dump(1) + "\n"; }
-
-}  // namespace
 
 std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder,
                                                           const SaveStateOptions& options,
                                                           const Prepared& prepared,
                                                           std::int64_t number) {
   auto save = std::make_unique<checkpoints::Save>(group_, folder);
+  const auto add_json = [&](const std::string& name, const Json& state) {
+    save->add_file(name + ".json", exact_text(state, name));
+  };
   const bool first = group_.rank() == 0;
   const auto modules = named_modules(prepared);
   for (std::size_t i = 0; i < prepared.modules.size(); ++i)
@@ -179,7 +182,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
     auto state = checkpoints::optimizer_state(prepared.optimizers[i]->optimizer(), modules, group_,
                                               numbered("optimizer", i));
     save->add(std::move(state.tensors));
-    save->add_file(numbered("optimizer", i) + ".json", dumped(state.description));
+    add_json(numbered("optimizer", i), state.description);
   }
   Json layouts = Json::array();
   for (const auto& module : prepared.modules) layouts.push_back(module->reduction_layout());
@@ -199,11 +202,11 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
   }
   together(group_, "collecting the state to save", folder.string(), [&] {
     for (const auto& [rank, state] : random_states)
-      save->add_file(text::concat("random_states_", rank, ".json"), dumped(state));
+      add_json(text::concat("random_states_", rank), state);
     for (std::size_t i = 0; i < objects_.size(); ++i) {
       const std::string name = text::concat("custom_checkpoint_", i);
       if (objects_[i].save) {
-        save->add_file(name + ".json", dumped(objects_[i].save()));
+        add_json(name, objects_[i].save());
       } else {
         checkpoints::TensorGroup tensors;
         tensors.name = name;
@@ -220,7 +223,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
       for (const Json& process : by_process) states.push_back(process[i]);
       if (std::all_of(states.begin(), states.end(), [&](const Json& s) { return s == states[0]; }))
         states = Json::array({states[0]});
-      save->add_file(numbered("sampler", i) + ".json", dumped(states));
+      add_json(numbered("sampler", i), states);
     }
     for (std::size_t i = 0; i < schedulers_.size(); ++i) {
       if (!schedulers_[i].save) {
@@ -230,9 +233,11 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
                          "on from a checkpoint. Give it state_dict and load_state_dict, or use one "
                          "of <accelerate/optim/schedules.hpp>."));
       }
-      save->add_file(numbered("scheduler", i) + ".json", dumped(schedulers_[i].save()));
+      add_json(numbered("scheduler", i), schedulers_[i].save());
     }
-    if (prepared.scaler) save->add_file("scaler.json", dumped(prepared.scaler->state_dict()));
+    if (prepared.scaler) add_json("scaler", prepared.scaler->state_dict());
+    Json types = Json::array();
+    for (const Stateful& scheduler : schedulers_) types.push_back(scheduler.type);
     save->set_about({{"world_size", savers_.world.size()},
                      {"strategy", prepared.strategy},
                      {"reduction_layouts", layouts},
@@ -242,6 +247,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
                      {"models", prepared.modules.size()},
                      {"optimizers", prepared.optimizers.size()},
                      {"schedulers", schedulers_.size()},
+                     {"scheduler_types", types},
                      {"loaders", loaders_.size()},
                      {"objects", objects_.size()}});
   });

@@ -1,4 +1,5 @@
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/checkpoint/sharded.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
@@ -33,6 +34,8 @@ std::vector<std::int64_t> sizes_in_order(const std::vector<std::int64_t>& shape,
   return sizes;
 }
 
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 // From dimensions in `order` back to the tensor's own.
 at::Tensor in_own_order(const at::Tensor& tensor, const std::vector<std::int64_t>& order) {
   if (order.empty()) return tensor;
@@ -63,9 +66,22 @@ Load::Load(comm::Group group, const fs::path& folder) : group_(std::move(group))
                        ", so it is not a complete checkpoint of this library."),
           folder_.string());
     }
-    manifest_ = io::Manifest::read(folder_);
+    const fs::path path = folder_ / io::Manifest::kFileName;
+    const std::string contents = io::read_file(path);
+    manifest_ = io::Manifest::parse(contents, path);
+    identity_ = first_line(contents);
     manifest_.check_files(folder_);
   });
+  const auto identities = group_.all_gather_bytes(identity_);
+  for (std::size_t rank = 0; rank < identities.size(); ++rank) {
+    if (identities[rank] == identities[0]) continue;
+    throw CheckpointError(
+        text::concat("Process ", rank, " finds another checkpoint at ", folder_.string(),
+                     " than process 0. Nothing was loaded; give all processes the same one, and "
+                     "load it while nobody saves there."),
+        folder_.string());
+  }
+  files_ = std::make_unique<io::PieceReader>(folder_, manifest_);
   first_block_.assign(1, 0);
   for (const io::SavedFile& file : manifest_.files)
     first_block_.push_back(first_block_.back() + file.checksums.size());
@@ -122,7 +138,16 @@ void Load::want_all(const TensorGroup& group, bool strict) {
   for (const auto& [name, tensor] : saved->second) {
     if (!known.contains(name)) unexpected.push_back(name);
   }
-  if (shapes.empty() && (!strict || (missing.empty() && unexpected.empty()))) return;
+  if (shapes.empty() && missing.empty() && unexpected.empty()) return;
+  const bool nothing_in_common = missing.size() == group.parts.size() && !group.parts.empty();
+  if (shapes.empty() && !strict && !nothing_in_common) {
+    log::warning(text::concat("The checkpoint ", folder_.string(), " is not quite that of this ",
+                              group.name, ", and what both have is loaded. Left as it is here: ",
+                              missing.empty() ? "nothing" : text::join(missing),
+                              "; not used of the checkpoint: ",
+                              unexpected.empty() ? "nothing" : text::join(unexpected), "."));
+    return;
+  }
   std::string message =
       text::concat("The checkpoint ", folder_.string(), " is not that of this ", group.name, ".");
   if (!missing.empty()) message += " Missing: " + text::join(missing) + ".";
@@ -164,14 +189,30 @@ void Load::for_each_block(const Wanted& wanted, Visitor&& visit) const {
       });
 }
 
+void Load::require_same() const {
+  std::string now;
+  try {
+    now = first_line(io::read_file(folder_ / io::Manifest::kFileName));
+  } catch (const CheckpointError&) {
+    // Its name is gone: not the same either.
+  }
+  if (now == identity_) return;
+  throw CheckpointError(text::concat("The checkpoint ", folder_.string(),
+                                     " was replaced by another while it was being loaded. Nothing "
+                                     "was loaded; load again."),
+                        folder_.string());
+}
+
 void Load::verify() {
   // Which blocks this process needs: one bit each, file after file. What several need, one of them
   // checks; what nobody needs, anybody.
   std::string needed(first_block_.back(), '0');
   std::vector<std::vector<Move>> fresh(needed.size());
+  std::set<std::size_t> read_from;
   for (const Wanted& wanted : wanted_) {
     for_each_block(wanted, [&](std::size_t block, const Move& move) {
       needed[block] = '1';
+      read_from.insert(move.file);
       if (wanted.part.fresh && move.to != nullptr) fresh[block].push_back(move);
     });
   }
@@ -179,6 +220,8 @@ void Load::verify() {
   // Neighbours go to one process: disks like long reads.
   const std::size_t neighbours = std::clamp<std::size_t>(needed.size() / (4 * all.size()), 1, 256);
   together(group_, "verifying a checkpoint", folder_.string(), [&] {
+    for (const std::size_t f : read_from) files_->file(f);
+    require_same();
     std::vector<std::size_t> who;
     for (std::size_t f = 0; f < manifest_.files.size(); ++f) {
       const std::size_t begin = first_block_[f];
@@ -192,12 +235,20 @@ void Load::verify() {
         const std::size_t checker = who.empty() ? turn % all.size() : who[turn % who.size()];
         if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin);
       }
-      io::verify_blocks(folder_, manifest_.files[f], blocks,
-                        [&](std::size_t block, std::span<const std::byte> bytes) {
-                          for (const Move& move : fresh[begin + block])
-                            std::memcpy(move.to, &bytes[move.position % io::kChecksumBlock],
-                                        move.bytes);
-                        });
+      const auto take = [&](std::size_t block, std::span<const std::byte> bytes) {
+        for (const Move& move : fresh[begin + block])
+          std::memcpy(move.to, &bytes[move.position % io::kChecksumBlock], move.bytes);
+      };
+      try {
+        if (read_from.contains(f)) {
+          io::verify_blocks(files_->file(f), manifest_.files[f], blocks, take);
+        } else {
+          io::verify_blocks(folder_, manifest_.files[f], blocks, take);
+        }
+      } catch (const CheckpointError&) {
+        require_same();  // or the bytes are another checkpoint's, and nothing is damaged
+        throw;
+      }
       for (const std::size_t block : blocks) taken_[begin + block] = true;
     }
   });
@@ -213,10 +264,17 @@ std::string Load::text(const std::string& name) const {
     throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has no ", name, "."),
                           folder_.string());
   }
-  const std::string contents = io::read_file(folder_ / name);
+  std::string contents;
+  try {
+    contents = io::read_file(folder_ / name);
+  } catch (const CheckpointError&) {
+    require_same();
+    throw;
+  }
   const auto file = std::find_if(manifest_.files.begin(), manifest_.files.end(),
                                  [&](const io::SavedFile& one) { return one.name == name; });
   if (io::block_checksums(std::as_bytes(std::span(contents))) != file->checksums) {
+    require_same();
     throw CheckpointError(text::concat((folder_ / name).string(),
                                        " is damaged: its contents are not those that were written. "
                                        "Nothing was loaded; use another checkpoint."),
@@ -226,11 +284,11 @@ std::string Load::text(const std::string& name) const {
 }
 
 // Through another dtype, device or order.
-void Load::convert(const Wanted& wanted, io::PieceReader& reader) const {
+void Load::convert(const Wanted& wanted) const {
   const io::SavedTensor& saved = *wanted.saved;
   const TensorPart& part = wanted.part;
   const auto fill = [&](const at::Tensor& tensor, std::int64_t first, std::int64_t count) {
-    reader.read(saved, first, count, static_cast<std::byte*>(tensor.mutable_data_ptr()));
+    files_->read(saved, first, count, static_cast<std::byte*>(tensor.mutable_data_ptr()));
   };
   const auto options = at::TensorOptions().dtype(tensor_dtype(saved.dtype));
   if (!part.is_whole() && saved.order == part.order) {
@@ -268,15 +326,14 @@ void Load::read() {
   }
   const std::size_t count = moves.size() + others.size();
   in_threads(std::min(reading_threads(), count), count, [&] {
-    const auto reader = std::make_shared<io::PieceReader>(folder_, manifest_);
-    return [&, reader](std::size_t i) {
+    return [&](std::size_t i) {
       if (i < others.size()) {
         const at::NoGradGuard no_grad;
-        convert(*others[i], *reader);
+        convert(*others[i]);
         return;
       }
       const Move& move = moves[i - others.size()];
-      reader->file(move.file).read(move.to, move.bytes, move.position);
+      files_->file(move.file).read(move.to, move.bytes, move.position);
     };
   });
 }

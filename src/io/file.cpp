@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <utility>
 
@@ -175,6 +176,13 @@ std::uint64_t File::size() const {
 }
 
 // ---------------------------------------------------------------------------------- whole files
+
+ReadLease::ReadLease(const File& file) : descriptor_(file.descriptor()) {
+  // The system tells of one who waits by SIGIO, which would end the process; SIGURG is ignored.
+  if (::fcntl(descriptor_, F_SETSIG, SIGURG) == 0) ::fcntl(descriptor_, F_SETLEASE, F_RDLCK);
+}
+ReadLease::~ReadLease() { ::fcntl(descriptor_, F_SETLEASE, F_UNLCK); }
+bool ReadLease::holds() const noexcept { return ::fcntl(descriptor_, F_GETLEASE) == F_RDLCK; }
 
 std::string read_file(const fs::path& path, std::uint64_t most) {
   const File file = File::open(path);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <set>
 
 namespace accelerate::io {
@@ -232,8 +233,14 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
 
 void verify_blocks(const fs::path& folder, const SavedFile& saved,
                    std::span<const std::size_t> blocks, const VerifiedBlock& each) {
+  if (!blocks.empty()) verify_blocks(File::open(folder / saved.name), saved, blocks, each);
+}
+
+void verify_blocks(const File& file, const SavedFile& saved, std::span<const std::size_t> blocks,
+                   const VerifiedBlock& each) {
   if (blocks.empty()) return;
-  // What is cached is read where it lies, which takes half the time of copying it here.
+  // What is cached is read where it lies, which takes half the time of copying it here; unless
+  // somebody could cut the file short meanwhile, which would end the process.
   constexpr std::size_t kMapped = 4;
   // Each thread reads a long stretch: the system then reads ahead of it in ever larger pieces,
   // whose pages are faster to copy afterwards, too.
@@ -246,41 +253,42 @@ void verify_blocks(const fs::path& folder, const SavedFile& saved,
     return static_cast<std::size_t>(
         std::min<std::uint64_t>(kChecksumBlock, saved.bytes - begin_of(block)));
   };
-  const MappedFile map(folder / saved.name);
+  const ReadLease lease(file);
+  std::optional<MappedFile> map;
+  if (lease.holds()) map.emplace(file);
   const auto check = [&](std::size_t block, std::span<const std::byte> bytes) {
     if (checksum(bytes) != saved.checksums[block]) {
       throw CheckpointError(
-          text::concat(map.path().string(), " is damaged: bytes ", begin_of(block), " to ",
+          text::concat(file.path().string(), " is damaged: bytes ", begin_of(block), " to ",
                        begin_of(block) + bytes.size() - 1,
                        " are not those that were written. Nothing was loaded; use another "
                        "checkpoint."),
-          map.path().string());
+          file.path().string());
     }
     if (each) each(block, bytes);
   };
   in_threads(std::min(parts, threads), parts, [&] {
-    const auto file = std::make_shared<const File>(File::open(folder / saved.name));
     // One block: it stays in the processor's cache until it was checked and taken.
     std::vector<std::byte> buffer(kChecksumBlock);
-    return [&, file, buffer = std::move(buffer)](std::size_t part) mutable {
+    return [&, buffer = std::move(buffer)](std::size_t part) mutable {
       const auto mine = blocks.subspan(part * taken, std::min(taken, blocks.size() - part * taken));
       for (std::size_t i = 0; i < mine.size();) {
         std::size_t next = i + 1;
         while (next < mine.size() && next < i + kMapped && mine[next] == mine[next - 1] + 1) ++next;
         const std::uint64_t begin = begin_of(mine[i]);
         const std::uint64_t bytes = begin_of(mine[next - 1]) + size_of(mine[next - 1]) - begin;
-        const bool cached = map.map_cached(begin, bytes);
+        const bool cached = map && lease.holds() && map->map_cached(begin, bytes);
         for (; i < next; ++i) {
           const std::size_t block = mine[i];
           if (cached) {
-            check(block, map.slice(begin_of(block), size_of(block)));
+            check(block, map->slice(begin_of(block), size_of(block)));
             continue;
           }
           const auto read = std::span(buffer).first(size_of(block));
-          file->read(read.data(), read.size(), begin_of(block));
+          file.read(read.data(), read.size(), begin_of(block));
           check(block, read);
         }
-        if (cached) map.advise(Advice::kDontNeed, begin, bytes);
+        if (cached) map->advise(Advice::kDontNeed, begin, bytes);
       }
     };
   });
@@ -290,6 +298,7 @@ PieceReader::PieceReader(fs::path folder, const Manifest& manifest)
     : folder_(std::move(folder)), manifest_(manifest) {}
 
 const File& PieceReader::file(std::size_t index) {
+  const std::lock_guard lock(mutex_);
   auto found = open_.find(index);
   if (found == open_.end())
     found = open_.emplace(index, File::open(folder_ / manifest_.files[index].name)).first;

@@ -19,6 +19,21 @@ MappedFile::MappedFile(const fs::path& path, Advice advice, Access access)
     : path_(fs::absolute(path)) {
   const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) throw_system(errno, path_, "Could not open ", path.string());
+  try {
+    map(descriptor, access);
+  } catch (...) {
+    ::close(descriptor);
+    throw;
+  }
+  ::close(descriptor);
+  if (advice != Advice::kNormal) advise(advice);
+}
+
+MappedFile::MappedFile(const File& file) : path_(fs::absolute(file.path())) {
+  map(file.descriptor(), Access::kReadOnly);
+}
+
+void MappedFile::map(int descriptor, Access access) {
   int error = 0;
   struct stat status {};
   if (::fstat(descriptor, &status) != 0) {
@@ -37,11 +52,9 @@ MappedFile::MappedFile(const fs::path& path, Advice advice, Access access)
       data_ = static_cast<const std::byte*>(at);
     }
   }
-  ::close(descriptor);
-  if (error != 0) throw_system(error, path_, "Could not map ", path.string(), " into memory");
+  if (error != 0) throw_system(error, path_, "Could not map ", path_.string(), " into memory");
   device_ = status.st_dev;
   inode_ = status.st_ino;
-  if (advice != Advice::kNormal) advise(advice);
 }
 
 MappedFile::~MappedFile() {

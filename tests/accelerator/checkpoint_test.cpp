@@ -12,14 +12,20 @@
 #include <gtest/gtest.h>
 #include <torch/data/dataloader_options.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
 #include <torch/utils.h>
 #include <nlohmann/json.hpp>
 
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <limits>
 #include <set>
 
 namespace accelerate {
@@ -210,6 +216,149 @@ TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
   Net net;
   auto model = accelerator.prepare(net);
   EXPECT_EQ(accelerator.load_state().filename(), "checkpoint_6");
+}
+
+struct Anything {
+  Json state;
+  bool refuses = false;
+  Json state_dict() const { return state; }
+  void load_state_dict(const Json& saved) {
+    if (refuses) throw std::runtime_error("this object wants nothing of it");
+    state = saved;
+  }
+};
+
+std::string refusal(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const CheckpointError& error) {
+    return describe(error);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST_F(Checkpoints, NumbersThatJsonHasNoWordForComeBack) {
+  Accelerator accelerator(options());
+  const double inf = std::numeric_limits<double>::infinity();
+  Anything object;
+  const Json state{
+      {"best", inf}, {"worst", -inf}, {"list", {1.5, std::nan(""), {{"deep", inf}}}}, {"none", {}}};
+  object.state = state;
+  accelerator.register_for_checkpointing(object);
+  accelerator.save_state(folder.path_ / "saved");
+  object.state = {};
+  accelerator.load_state(folder.path_ / "saved");
+  EXPECT_EQ(object.state["best"].get<double>(), inf);
+  EXPECT_EQ(object.state["worst"].get<double>(), -inf);
+  EXPECT_TRUE(std::isnan(object.state["list"][1].get<double>()));
+  EXPECT_EQ(object.state["list"][2]["deep"].get<double>(), inf);
+  EXPECT_TRUE(object.state["none"].is_null());
+  for (const Json& bad : {Json{{"$number", "inf"}}, Json("\xff")}) {
+    object.state = bad;
+    EXPECT_NE(
+        refusal([&] { accelerator.save_state(folder.path_ / "bad"); }).find("custom_checkpoint_0"),
+        std::string::npos);
+  }
+}
+
+TEST_F(Checkpoints, WhoRefusesLeavesTheParametersOfAllProcesses) {
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), 0.05);
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  Anything object;
+  accelerator.register_for_checkpointing(object);
+  accelerator.save_state(folder.path_ / "saved");
+  train(accelerator, model, optimizer, 0, 1);
+  const auto weight = net->out->weight.detach().clone();
+  const bool last = world().rank() == world().size() - 1;
+  {
+    auto hook = accelerator.register_load_state_pre_hook([&](const fs::path&) {
+      if (last) throw std::runtime_error("this hook wants nothing of it");
+    });
+    EXPECT_NE(refusal([&] { accelerator.load_state(folder.path_ / "saved"); }).find("this hook"),
+              std::string::npos);
+    hook.remove();
+  }
+  object.refuses = last;
+  EXPECT_NE(refusal([&] { accelerator.load_state(folder.path_ / "saved"); }).find("this object"),
+            std::string::npos);
+  EXPECT_TRUE(at::equal(net->out->weight, weight));
+  object.refuses = false;
+  accelerator.load_state(folder.path_ / "saved");
+  EXPECT_FALSE(at::equal(net->out->weight, weight));
+}
+
+TEST_F(Checkpoints, OneThatLostItsManifestIsNeitherPythonsNorPassedOver) {
+  Accelerator accelerator(options(numbered()));
+  Net net;
+  auto model = accelerator.prepare(net);
+  accelerator.save_state();
+  accelerator.save_state();
+  world().barrier();
+  const fs::path newest = folder.path_ / "checkpoints" / "checkpoint_1";
+  if (world().rank() == 0) fs::remove(newest / "manifest.json");
+  world().barrier();
+  for (const fs::path& named : {fs::path(), newest}) {
+    const std::string said = refusal([&] { accelerator.load_state(named); });
+    EXPECT_NE(said.find("checkpoint_1"), std::string::npos) << said;
+    EXPECT_NE(said.find("manifest.json"), std::string::npos) << said;
+  }
+}
+
+TEST_F(Checkpoints, AllProcessesMustFindTheSame) {
+  if (world().size() == 1) GTEST_SKIP() << "there is one process";
+  Accelerator accelerator(options());
+  Net net;
+  auto model = accelerator.prepare(net);
+  accelerator.save_state(folder.path_ / "a");
+  at::rand({1});  // which the random state has
+  accelerator.save_state(folder.path_ / "b");
+  const std::string said =
+      refusal([&] { accelerator.load_state(folder.path_ / (world().rank() == 0 ? "a" : "b")); });
+  EXPECT_NE(said.find("another checkpoint"), std::string::npos) << said;
+}
+
+TEST_F(Checkpoints, WithoutStrictWhatIsLeftOutIsSaid) {
+  Accelerator accelerator(options());
+  Net net;
+  auto model = accelerator.prepare(net);
+  accelerator.save_state(folder.path_ / "saved");
+  const auto load = [&](const std::string& name) {
+    Accelerator other(options());
+    torch::nn::Sequential nets;
+    nets->push_back(std::string(name), torch::nn::Linear(6, 5));
+    nets->push_back(std::string("new"), torch::nn::Linear(6, 5));
+    auto prepared = other.prepare(nets);
+    ::testing::internal::CaptureStderr();
+    std::string said = refusal(
+        [&] { other.load_state(folder.path_ / "saved", LoadStateOptions().strict(false)); });
+    EXPECT_EQ(at::equal(nets->parameters()[0], net->hidden->weight), name == "hidden");
+    return ::testing::internal::GetCapturedStderr() + said;
+  };
+  const std::string said = load("hidden");
+  if (world().rank() == 0) {
+    for (const char* part : {"Left as it is here", "new.weight", "out.bias"})
+      EXPECT_NE(said.find(part), std::string::npos) << said;
+  }
+  EXPECT_NE(load("foreign").find("is not that of this model"), std::string::npos);
+}
+
+TEST_F(Checkpoints, ASchedulerOfAnotherKindIsRefused) {
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  optim::LambdaLR schedule(sgd, [](std::int64_t) { return 1.0; });
+  auto prepared = accelerator.prepare(net, sgd, schedule);
+  accelerator.save_state(folder.path_ / "saved");
+  Accelerator other(options());
+  torch::optim::StepLR steps(sgd, 5);
+  auto again = other.prepare(net, sgd, steps);
+  const std::string said = refusal([&] { other.load_state(folder.path_ / "saved"); });
+  for (const char* part : {"LambdaLR", "StepLR"})
+    EXPECT_NE(said.find(part), std::string::npos) << said;
 }
 
 TEST_F(Checkpoints, ALargerWorldDerivesTheRandomStatesOfItsNewRanksAndSaysSo) {

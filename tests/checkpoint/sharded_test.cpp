@@ -95,6 +95,33 @@ TEST(Sharded, TrainingGoesOnBitForBit) {
   }
 }
 
+// Somebody evaluates `last` while training saves there again.
+TEST(Sharded, WhatIsReadIsWhatWasVerified) {
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  Session run(world(), own_strategy(), 1);
+  run.step(1);
+  run.save(saved);
+  const at::Tensor first = run.net->conv->bias.detach().clone();
+  Session other(world(), own_strategy(), 2);
+  Load load(world(), saved);
+  load.want_all(module_group(*other.strategy, "model"), /*strict=*/true);
+  load.verify();
+  run.step(2);
+  run.save(saved);
+  load.read();
+  Load second(world(), saved);
+  second.want_all(module_group(*other.strategy, "model"), /*strict=*/true);
+  if (own_strategy() == "single") {
+    EXPECT_TRUE(at::equal(other.net->conv->bias, first));
+    EXPECT_FALSE(at::equal(run.net->conv->bias, first));
+  }
+  run.step(3);
+  run.save(saved);
+  expect_says(message_of([&] { second.verify(); }), {"replaced by another"});
+  expect_says(message_of([&] { second.text("optimizer.json"); }), {"replaced by another"});
+}
+
 TEST(Sharded, AFlippedBitInAnyFileIsNamedBeforeAnythingChanges) {
   const SharedFolder folder;
   const fs::path saved = folder.path() / "saved";

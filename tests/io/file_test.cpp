@@ -297,6 +297,23 @@ TEST(CheckedWriter, WritesWhatWasAppendedWithTheChecksumsOfItsBlocks) {
   EXPECT_TRUE(read_file(path) == all);
 }
 
+TEST(ReadLease, EndsWhenSomebodyWantsToWrite) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path() / "file";
+  write_file(path, "text");
+  const File file = File::open(path);
+  {
+    const ReadLease lease(file);
+    if (!lease.holds()) GTEST_SKIP() << "this file system knows no leases";
+    const int writer = ::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+    EXPECT_EQ(writer, -1);
+    EXPECT_EQ(errno, EWOULDBLOCK);
+    EXPECT_FALSE(lease.holds());
+  }
+  File writer = File::open_writable(path);  // waits for nobody
+  EXPECT_FALSE(ReadLease(file).holds());
+}
+
 // From the page cache, where blocks are read in place, and from the disk.
 TEST(VerifyBlocks, ReadsTheBlocksItIsGivenAndNamesADamagedOne) {
   const TemporaryFolder folder;

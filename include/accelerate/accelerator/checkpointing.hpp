@@ -11,6 +11,7 @@
 #include <accelerate/parallel/strategy.hpp>
 #include <accelerate/precision/grad_scaler.hpp>
 
+#include <c10/util/Type.h>
 #include <torch/arg.h>
 
 #include <concepts>
@@ -21,6 +22,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -80,6 +82,7 @@ namespace detail {
 /// An object with a state, of any type.
 struct Stateful {
   const void* identity = nullptr;
+  std::string type;
   std::function<Json()> save;
   std::function<void(const Json&)> load;
   /// In place of these, for objects whose state is tensors.
@@ -111,6 +114,7 @@ template <class S>
 Stateful stateful_scheduler(const PreparedScheduler<S>& scheduler) {
   Stateful state;
   state.identity = &scheduler.scheduler();
+  state.type = c10::demangle(typeid(scheduler.scheduler()).name());
   if constexpr (std::derived_from<S, torch::optim::LRScheduler> ||
                 requires(S & s, const Json& json) {
                   { s.state_dict() } -> std::convertible_to<Json>;
@@ -174,7 +178,13 @@ class Checkpointing {
   void tidy(const comm::Group& group, const std::filesystem::path& newest);
   void load_of_python(const std::filesystem::path& folder, const LoadStateOptions& options,
                       const Prepared& prepared);
-  void load_random(const checkpoints::Load& load) const;
+  // Of this process; of the first, without states, where this one was not there.
+  struct SavedRandom {
+    std::uint64_t seed = 0;
+    Json states;
+  };
+  SavedRandom read_random(const checkpoints::Load& load) const;
+  void load_random(const SavedRandom& saved) const;
 
   ProjectConfiguration project_;
   Savers savers_;

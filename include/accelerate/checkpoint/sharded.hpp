@@ -134,7 +134,7 @@ class Save {
 class Load {
  public:
   /// Collective. Reads the list of what there is. Throws CheckpointError on every process when it
-  /// is missing or damaged on one.
+  /// is missing or damaged on one, or another list than the first process has.
   Load(comm::Group group, const std::filesystem::path& folder);
 
   const io::Manifest& manifest() const noexcept { return manifest_; }
@@ -172,11 +172,16 @@ class Load {
   };
   template <class Visitor>
   void for_each_block(const Wanted& wanted, Visitor&& visit) const;
-  void convert(const Wanted& wanted, io::PieceReader& reader) const;
+  void convert(const Wanted& wanted) const;
+  // Throws CheckpointError when another checkpoint has taken this one's name since.
+  void require_same() const;
 
   comm::Group group_;
   std::filesystem::path folder_;
   io::Manifest manifest_;
+  std::string identity_;  // the manifest's first line
+  // What is verified and what is read is one opening of a file, whatever happens to its name.
+  std::unique_ptr<io::PieceReader> files_;
   std::vector<Wanted> wanted_;
   std::vector<std::size_t> first_block_;  // of each file, counted through all
   std::vector<bool> taken_;               // blocks whose bytes are where fresh tensors want them

@@ -53,6 +53,23 @@ class File {
   int descriptor_ = -1;
 };
 
+/// While it lives and `holds`, nobody can write to a file or cut it short: who tries waits, as long
+/// as the system makes him (45 s, where it is not set otherwise). Asking changes nothing where it
+/// is refused: to others than the owner, of a file that somebody has open for writing, on file
+/// systems that know no leases.
+class ReadLease {
+ public:
+  explicit ReadLease(const File& file);
+  ReadLease(const ReadLease&) = delete;
+  ReadLease& operator=(const ReadLease&) = delete;
+  ~ReadLease();
+  /// False, too, once somebody waits.
+  bool holds() const noexcept;
+
+ private:
+  int descriptor_;
+};
+
 /// The whole file. Throws CheckpointError when it is larger than `most` bytes.
 std::string read_file(const std::filesystem::path& path,
                       std::uint64_t most = std::uint64_t{1} << 30);

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -94,10 +95,13 @@ using VerifiedBlock = std::function<void(std::size_t block, std::span<const std:
 /// Reads these blocks of a checkpoint's file and compares their checksums, on several threads,
 /// which call `each`, if given. Throws CheckpointError naming the file and the bytes that were
 /// changed.
-void verify_blocks(const std::filesystem::path& folder, const SavedFile& file,
+void verify_blocks(const File& file, const SavedFile& saved, std::span<const std::size_t> blocks,
+                   const VerifiedBlock& each = nullptr);
+/// The same with the file of the name `saved.name` in `folder`.
+void verify_blocks(const std::filesystem::path& folder, const SavedFile& saved,
                    std::span<const std::size_t> blocks, const VerifiedBlock& each = nullptr);
 
-/// Reads elements of tensors. Keeps the files open.
+/// Reads elements of tensors, in any thread. Keeps the files open.
 class PieceReader {
  public:
   PieceReader(std::filesystem::path folder, const Manifest& manifest);
@@ -116,12 +120,13 @@ class PieceReader {
 
   /// Elements [first, first + count) to `data`.
   void read(const SavedTensor& tensor, std::int64_t first, std::int64_t count, std::byte* data);
-  /// One of the manifest's files.
+  /// One of the manifest's files, opened when it is asked for first.
   const File& file(std::size_t index);
 
  private:
   std::filesystem::path folder_;
   const Manifest& manifest_;
+  std::mutex mutex_;
   std::map<std::size_t, File> open_;
 };
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <accelerate/io/file.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -30,6 +32,8 @@ class MappedFile {
   /// Throws CheckpointError when the file is missing, not a regular file, or cannot be mapped.
   explicit MappedFile(const std::filesystem::path& path, Advice advice = Advice::kNormal,
                       Access access = Access::kReadOnly);
+  /// Of a file that is open. The map stays when it is closed.
+  explicit MappedFile(const File& file);
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
   ~MappedFile();
@@ -46,9 +50,9 @@ class MappedFile {
   void advise(Advice advice, std::uint64_t offset = 0,
               std::uint64_t bytes = ~std::uint64_t{0}) const noexcept;
 
-  /// Whether a range lies in the system's cache and is mapped now, so that reading it soon asks no
-  /// disk. If not, nothing was read in: plain reading is faster then, and tells of a bad disk by an
-  /// error. `bytes` beyond the end are cut off.
+  /// Whether a range lies in the system's cache, as far as it tells, and is mapped now, so that
+  /// reading it soon asks no disk. Others than the owner of a file are told of any range that it
+  /// does. `bytes` beyond the end are cut off.
   bool map_cached(std::uint64_t offset, std::uint64_t bytes) const;
 
   /// Throws CheckpointError unless the file of this name is still the one that was mapped and is at
@@ -58,6 +62,8 @@ class MappedFile {
   void check() const;
 
  private:
+  void map(int descriptor, Access access);
+
   std::filesystem::path path_;
   const std::byte* data_ = nullptr;
   std::size_t size_ = 0;
