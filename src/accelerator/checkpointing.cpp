@@ -273,11 +273,15 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
   });
   if (numbered) project_.iteration(number_of(target) + 1);
   if (!options.asynchronous()) {
-    write(*save, group_, numbered);
+    write(*save, {group_, savers_.world}, numbered);
     return save->folder();
   }
   // The thread's collectives must not mix with those of training.
-  if (!writing_) writing_ = group_.split(0, group_.rank(), "checkpoint");
+  if (!writing_) {
+    const comm::Group world = savers_.world.split(0, savers_.world.rank(), "checkpoint");
+    const bool one_folder = group_.size() == world.size();
+    writing_ = {one_folder ? world : group_.split(0, group_.rank(), "checkpoint_node"), world};
+  }
   save->take_snapshot();
   in_flight_ = std::make_unique<InFlight>();
   in_flight_->save = std::move(save);
@@ -292,10 +296,23 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
   return in_flight_->save->folder();
 }
 
-void Checkpointing::write(checkpoints::Save& save, const comm::Group& group, bool numbered) {
+void Checkpointing::write(checkpoints::Save& save, const Writers& writers, bool numbered) {
   const auto start = std::chrono::steady_clock::now();
-  save.write(group);
-  if (numbered) tidy(group, save.folder());
+  if (writers.folder.size() == writers.world.size()) {
+    save.write(writers.folder);
+  } else {
+    std::exception_ptr failure;
+    try {
+      save.write(writers.folder);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    // No node deletes what another still needs.
+    together(writers.world, "saving a checkpoint on each node", save.folder().string(), [&] {
+      if (failure) std::rethrow_exception(failure);
+    });
+  }
+  if (numbered) tidy(writers.folder, save.folder());
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   log::info(text::concat("Saved the checkpoint ", save.folder().string(), " in ",
                          text::format_seconds(took.count()), "."));

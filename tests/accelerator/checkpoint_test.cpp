@@ -321,6 +321,35 @@ TEST_F(Checkpoints, AllProcessesMustFindTheSame) {
   EXPECT_NE(said.find("another checkpoint"), std::string::npos) << said;
 }
 
+TEST_F(Checkpoints, EachNodeHasItsFolderAndAllGoOnFromTheNewestThatAllHave) {
+  if (world().size() == 1) GTEST_SKIP() << "there is one process";
+  GradientState gradients;
+  detail::Prepared nothing;
+  nothing.gradients = &gradients;
+  const fs::path own = folder.path_ / text::concat("node", world().rank());
+  detail::Checkpointing node(
+      ProjectConfiguration()
+          .project_dir(own)
+          .automatic_checkpoint_naming(true)
+          .total_limit(2)
+          .save_on_each_node(true),
+      {.world = world(), .node_rank = world().rank(), .num_nodes = world().size()});
+  for (const bool asynchronous : {false, true, false})
+    node.save({}, SaveStateOptions().asynchronous(asynchronous), nothing);
+  const auto here = [&] { return io::names_in(own / "checkpoints"); };
+  EXPECT_EQ(here(), (std::vector<std::string>{"checkpoint_1", "checkpoint_2", "latest"}));
+  // One node cannot save: all are told, and none deletes what the others go on from.
+  if (world().rank() == 1) {
+    io::faults::set_hook([](io::faults::Operation operation, const fs::path&, std::size_t&) {
+      return operation == io::faults::Operation::kWrite ? ENOSPC : 0;
+    });
+  }
+  EXPECT_NE(refusal([&] { node.save({}, {}, nothing); }).find("No space left"), std::string::npos);
+  io::faults::set_hook(nullptr);
+  EXPECT_EQ(here().size(), world().rank() == 1 ? 3U : 4U);
+  EXPECT_EQ(node.load({}, {}, nothing).filename(), "checkpoint_2");
+}
+
 TEST_F(Checkpoints, WithoutStrictWhatIsLeftOutIsSaid) {
   Accelerator accelerator(options());
   Net net;

@@ -174,7 +174,12 @@ class Checkpointing {
   std::unique_ptr<checkpoints::Save> collect(const std::filesystem::path& folder,
                                              const SaveStateOptions& options,
                                              const Prepared& prepared, std::int64_t number);
-  void write(checkpoints::Save& save, const comm::Group& group, bool numbered);
+  // Those who save into one folder, and all processes: the same unless each node has a folder.
+  struct Writers {
+    comm::Group folder;
+    comm::Group world;
+  };
+  void write(checkpoints::Save& save, const Writers& writers, bool numbered);
   void tidy(const comm::Group& group, const std::filesystem::path& newest);
   void load_of_python(const std::filesystem::path& folder, const LoadStateOptions& options,
                       const Prepared& prepared);
@@ -189,7 +194,7 @@ class Checkpointing {
   ProjectConfiguration project_;
   Savers savers_;
   comm::Group group_;
-  std::optional<comm::Group> writing_;
+  std::optional<Writers> writing_;
   std::vector<Stateful> schedulers_;
   std::vector<std::shared_ptr<data::LoaderCore>> loaders_;
   std::vector<Stateful> objects_;
