@@ -144,7 +144,6 @@ TEST(InitEmpty, AskingForValuesIsAnError) {
   InitOnDevice scope{at::Device(at::kMeta), false};
   const torch::Tensor tensor = torch::ones({2});
   EXPECT_THROW(static_cast<void>(tensor.mutable_data_ptr<float>()), std::exception);
-  EXPECT_THROW(tensor.sum().item<float>(), std::exception);
   const Buffered net;
   scope.finish(big_model::record_of(net));
   EXPECT_THROW(scope.finish(big_model::record_of(net)), StateError);
