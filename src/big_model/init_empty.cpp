@@ -13,7 +13,11 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -96,6 +100,16 @@ struct Stream {
   at::Tensor stood;  // the state in which the generator was left after the last call
 };
 
+at::Tensor state_of(at::Generator& generator) {
+  const std::scoped_lock lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state(at::Generator& generator, const at::Tensor& state) {
+  const std::scoped_lock lock(generator.mutex());
+  generator.set_state(state);
+}
+
 // An operator that was called inside the scope, to be repeated where its result is wanted.
 struct Call {
   c10::OperatorHandle op;
@@ -139,22 +153,29 @@ void run(Call& call, Stack& stack) {
     call.op.callBoxed(&stack);
     return;
   }
+  at::Generator& generator = call.stream->generator;
   struct Position {
-    explicit Position(at::Generator of) : generator(std::move(of)), before(generator.get_state()) {}
-    ~Position() { generator.set_state(before); }
-    at::Generator generator;
+    explicit Position(at::Generator& of) : generator(of), before(state_of(of)) {}
+    ~Position() { set_state(generator, before); }
+    at::Generator& generator;
     at::Tensor before;
-  } position(call.stream->generator);
+  } const position(generator);
   const bool again = call.drawn_from.defined();
   if (!again) call.drawn_from = call.stream->next;
-  position.generator.set_state(call.drawn_from);
+  set_state(generator, call.drawn_from);
   call.op.callBoxed(&stack);
-  if (!again) call.stream->next = position.generator.get_state();
+  if (!again) call.stream->next = state_of(generator);
 }
 
 // What was called, and the values that it leads to.
 class Recording {
  public:
+  Recording() = default;
+  // Leaves generators as far on as was drawn from them.
+  ~Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
   Call begin(const c10::OperatorHandle& op, const Stack& arguments);
   void keep(Call call, const c10::IValue* results);
 
@@ -166,12 +187,10 @@ class Recording {
   // program named a device for them.
   Stack run_for_real(Call& call, const Stack& given, bool keep_real);
 
-  // Leaves the generator as far on as it was drawn from.
-  void finish_drawing();
-
  private:
   std::vector<Call> calls_;
-  std::shared_ptr<Stream> stream_;
+  std::unordered_map<const void*, std::vector<std::size_t>> makers_;  // calls, by storage
+  std::unordered_map<const void*, std::shared_ptr<Stream>> streams_;  // the latest, by generator
 };
 
 Call Recording::begin(const c10::OperatorHandle& op, const Stack& arguments) {
@@ -187,13 +206,14 @@ Call Recording::begin(const c10::OperatorHandle& op, const Stack& arguments) {
   if (!generator && op.hasTag(at::Tag::nondeterministic_seeded))
     generator = at::detail::getDefaultCPUGenerator();
   if (generator) {
-    const at::Tensor state = generator->get_state();
-    if (!stream_ || stream_->generator != *generator || !at::equal(state, stream_->stood))
-      stream_ = std::make_shared<Stream>(Stream{*generator, state, {}});
+    const at::Tensor state = state_of(*generator);
+    std::shared_ptr<Stream>& stream = streams_[generator->unsafeGetGeneratorImpl()];
+    if (!stream || !at::equal(state, stream->stood))
+      stream = std::make_shared<Stream>(Stream{*generator, state, {}});
     // Moved on, so that it is seen when the program sets it back to where it was.
-    at::empty({1}, at::kFloat).uniform_(0, 1, generator);
-    stream_->stood = generator->get_state();
-    call.stream = stream_;
+    at::empty({1}, generator->device()).uniform_(0, 1, generator);
+    stream->stood = state_of(*generator);
+    call.stream = stream;
   }
   return call;
 }
@@ -204,7 +224,15 @@ void Recording::keep(Call call, const c10::IValue* results) {
         exchanged(results[i], [](const at::Tensor& tensor) { return tensor.detach(); }));
   }
   bool without_memory = false;
-  call.for_each_made([&](const at::Tensor& tensor) { without_memory |= tensor.is_meta(); });
+  call.for_each_made([&](const at::Tensor& tensor) {
+    if (!tensor.is_meta()) return;
+    without_memory = true;
+    std::vector<std::size_t>& makers = makers_[storage_of(tensor)];
+    if (makers.empty() || makers.back() != calls_.size()) makers.push_back(calls_.size());
+    // So that data_ptr() throws where it would return nothing.
+    if (tensor.has_storage())
+      tensor.storage().unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+  });
   if (without_memory) calls_.push_back(std::move(call));
 }
 
@@ -221,17 +249,38 @@ at::Tensor value_for(const c10::OperatorHandle& op, const at::Tensor& tensor,
   return view_of(found->second, tensor);
 }
 
+// Kernels for no memory may lay out what they make in another order than others.
+at::Tensor laid_out_like(const c10::OperatorHandle& op, const at::Tensor& value,
+                         const at::Tensor& like, const Storages& storages) {
+  if (value.sizes() != like.sizes() || value.dtype() != like.dtype() ||
+      like.storage_offset() != 0 || storages.contains(storage_of(like))) {
+    throw UnsupportedError(text::concat(
+        "'", op.schema().name(),
+        "' gives another tensor with memory than without, so init_empty_weights cannot tell what "
+        "the module's buffers are. Name a device with memory for its arguments (torch::kCPU)."));
+  }
+  const at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), like.dtype());
+  return copy.copy_(value);
+}
+
 Storages Recording::values(const std::unordered_set<const void*>& wanted) {
   // Back through what was called: whatever made a wanted storage, and what that was made from.
-  std::unordered_set<const void*> sources = wanted;
+  std::unordered_set<const void*> sources;
+  std::set<std::size_t> ahead;
+  const auto add = [&](const void* storage, std::size_t end) {
+    const auto makers = makers_.find(storage);
+    if (makers == makers_.end() || !sources.insert(storage).second) return;
+    for (const std::size_t maker : makers->second) {
+      if (maker < end) ahead.insert(maker);
+    }
+  };
+  for (const void* storage : wanted) add(storage, calls_.size());
   std::vector<Call*> needed;
-  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
-    bool makes = false;
-    call->for_each_made(
-        [&](const at::Tensor& tensor) { makes |= sources.contains(storage_of(tensor)); });
-    if (!makes) continue;
-    needed.push_back(&*call);
-    call->for_each_storage([&](const void* storage) { sources.insert(storage); });
+  while (!ahead.empty()) {
+    const std::size_t latest = *ahead.rbegin();
+    ahead.erase(latest);
+    needed.push_back(&calls_[latest]);
+    calls_[latest].for_each_storage([&](const void* storage) { add(storage, latest); });
   }
   std::reverse(needed.begin(), needed.end());
   std::unordered_map<const void*, Call*> last_use;
@@ -255,10 +304,9 @@ Storages Recording::values(const std::unordered_set<const void*>& wanted) {
       for (std::size_t t = 0; t < before.size(); ++t) {
         if (!before[t].is_meta()) continue;
         at::Tensor value = now.at(t);
-        // Kernels for no memory may lay out what they make in another order.
-        if (value.strides() != before[t].strides() && !storages.contains(storage_of(before[t]))) {
-          value = at::empty_strided(before[t].sizes(), before[t].strides(), before[t].dtype());
-          value.copy_(now[t]);
+        if (value.sizes() != before[t].sizes() || value.dtype() != before[t].dtype() ||
+            value.strides() != before[t].strides()) {
+          value = laid_out_like(call->op, value, before[t], storages);
         }
         storages[storage_of(before[t])] = value.storage();
       }
@@ -316,10 +364,11 @@ Stack Recording::run_for_real(Call& call, const Stack& given, bool keep_real) {
   return stack;
 }
 
-void Recording::finish_drawing() {
-  if (stream_ && at::equal(stream_->generator.get_state(), stream_->stood))
-    stream_->generator.set_state(stream_->next);
-  stream_ = nullptr;
+Recording::~Recording() {
+  for (const auto& [address, stream] : streams_) {
+    if (at::equal(state_of(stream->generator), stream->stood))
+      set_state(stream->generator, stream->next);
+  }
 }
 
 // The tensors without memory that operators gave this thread, to find at the end those that the
@@ -374,7 +423,10 @@ thread_local Handles* Handles::innermost = nullptr;
 
 struct InitOnDevice::Impl final : intercept::RegionPolicy {
   Impl(at::Device wanted, bool with_buffers) : device(wanted), include_buffers(with_buffers) {
-    if (device.is_meta()) handles.emplace();
+    if (device.is_meta()) {
+      recording.emplace();
+      handles.emplace();
+    }
     region.emplace(*this);
   }
 
@@ -410,7 +462,7 @@ struct InitOnDevice::Impl final : intercept::RegionPolicy {
     std::optional<Call> call;
     {
       const intercept::Quiet quiet;
-      call = recording.begin(op, given);
+      call = recording->begin(op, given);
     }
     bool ran = false;
     if (!writes_elsewhere) {
@@ -424,11 +476,11 @@ struct InitOnDevice::Impl final : intercept::RegionPolicy {
     const intercept::Quiet quiet;
     if (!ran) {
       const bool keep_real = named && given[*at].toDevice() != device;
-      const Stack results = recording.run_for_real(*call, given, keep_real);
+      const Stack results = recording->run_for_real(*call, given, keep_real);
       stack.resize(first);
       stack.insert(stack.end(), results.begin(), results.end());
     }
-    recording.keep(std::move(*call), stack.data() + first);
+    recording->keep(std::move(*call), stack.data() + first);
   }
 
   // Brings tensors on a named device, such as literals, to what they are computed with.
@@ -443,8 +495,8 @@ struct InitOnDevice::Impl final : intercept::RegionPolicy {
 
   at::Device device;
   bool include_buffers;
-  Recording recording;
-  std::optional<Handles> handles;  // of the meta device
+  std::optional<Recording> recording;  // of the meta device, like the handles
+  std::optional<Handles> handles;
   std::optional<intercept::Region> region;
 };
 
@@ -463,7 +515,7 @@ void InitOnDevice::Impl::make_real(const ModuleRecord& module) {
     if (tensor.is_meta() && !is_parameter) tensors.push_back({"", tensor});
   }
   for (const NamedTensor& tensor : tensors) wanted.insert(storage_of(tensor.tensor));
-  const Storages storages = recording.values(wanted);
+  const Storages storages = recording->values(wanted);
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.is_meta()) continue;  // a buffer that comes again as a handle
     const auto found = storages.find(storage_of(tensor));
@@ -476,13 +528,30 @@ void InitOnDevice::Impl::make_real(const ModuleRecord& module) {
                                           "Construct the whole module inside."));
     }
   }
-  recording.finish_drawing();
 }
 
 InitOnDevice::InitOnDevice(at::Device device, bool include_buffers)
     : impl_(std::make_unique<Impl>(device, include_buffers)) {}
 
 InitOnDevice::~InitOnDevice() = default;
+
+void InitOnDevice::explain_failure() const {
+  if (!impl_->device.is_meta()) return;
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    const std::string_view what = error.what_without_backtrace();
+    if (what.find("data is not allocated yet") == what.npos &&
+        what.find("Cannot access data pointer") == what.npos)
+      return;
+    std::throw_with_nested(UnsupportedError(
+        "The data of a tensor was asked for inside init_empty_weights, by accessor() or "
+        "data_ptr(), but it has no memory there. Name a device with memory where the tensor is "
+        "made (torch::zeros({n}, torch::kCPU)), or read from tensor.cpu()."));
+  } catch (...) {
+    return;
+  }
+}
 
 void InitOnDevice::finish(const ModuleRecord& module) {
   if (!impl_->region) throw StateError("This scope of init_on_device has ended already.");
@@ -501,7 +570,7 @@ void InitOnDevice::finish(const ModuleRecord& module) {
     }
   }
   impl_->handles.reset();
-  impl_->recording = {};
+  impl_->recording.reset();
 }
 
 }  // namespace accelerate

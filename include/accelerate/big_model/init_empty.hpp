@@ -31,6 +31,10 @@ class InitOnDevice {
   /// StateError when the scope has ended already.
   void finish(const ModuleRecord& module);
 
+  /// To be called where an exception is caught that was thrown inside the scope: throws a clearer
+  /// one in its place, in which it is nested, where there is one; else returns.
+  void explain_failure() const;
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
@@ -41,7 +45,14 @@ class InitOnDevice {
 template <class Make>
 auto init_on_device(at::Device device, Make&& make, bool include_buffers = true) {
   InitOnDevice scope(device, include_buffers);
-  auto module = std::forward<Make>(make)();
+  auto module = [&] {
+    try {
+      return std::forward<Make>(make)();
+    } catch (...) {
+      scope.explain_failure();
+      throw;
+    }
+  }();
   scope.finish(big_model::record_of(module));
   return module;
 }
