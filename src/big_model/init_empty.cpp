@@ -469,6 +469,10 @@ struct InitOnDevice::Impl final : intercept::RegionPolicy {
       try {
         run_here();
         ran = true;
+        for (std::size_t i = first; i < stack.size(); ++i) {
+          // What has no storage, such as a sparse tensor, cannot be recorded by it.
+          for_each_tensor(stack[i], [&](const at::Tensor& tensor) { ran &= tensor.has_storage(); });
+        }
       } catch (const c10::Error&) {
         // No kernel, or one that needs values. What the program does wrong fails again below.
       }

@@ -190,6 +190,11 @@ std::vector<Recipe> recipes() {
             const auto mask = ids.unsqueeze(1) - ids.unsqueeze(2);
             return mask.masked_fill(mask != 0, -100.0).masked_fill(mask == 0, 0.0);
           }),
+      one("sparse",
+          [] {
+            const auto at = torch::stack({torch::arange(3), torch::arange(3)});
+            return torch::sparse_coo_tensor(at, torch::arange(3.0), {4, 4}).to_dense();
+          }),
       one("one hot", [] { return torch::one_hot(torch::arange(4)); }),
       one("triangle", [] { return torch::tril_indices(3, 3); }),
       one("buckets",
