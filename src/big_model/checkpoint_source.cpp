@@ -3,6 +3,7 @@
 #include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/io/safetensors.hpp>
 #include <big_model/checkpoint_source.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 
 #include <set>
@@ -119,17 +120,15 @@ std::vector<std::int64_t> CheckpointSource::shape(std::string_view name) const {
   return tensors_.find(name)->second.sizes().vec();
 }
 
-void CheckpointSource::read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
-                                 const at::Tensor& tensor) const {
+void CheckpointSource::read(std::string_view name, std::int64_t begin,
+                            const at::Tensor& part) const {
   if (const WeightStore::Entry* entry = store_.find(name)) {
     // An offload folder has a file for each weight, too many to keep open.
-    if (!mapped_) return store_.read_rows(name, begin, end, tensor);
-    return entry->read_rows(files_.at(entry->file), name, begin, end, tensor);
+    if (mapped_) return entry->read(files_.at(entry->file), name, begin, part);
+    return entry->read(io::File::open(entry->file), name, begin, part);
   }
   const intercept::Quiet quiet;
-  at::Tensor from = tensors_.find(name)->second;
-  if (from.dim() == 0) from = from.unsqueeze(0);
-  at::Tensor(tensor).copy_(from.narrow(0, begin, end - begin));
+  part.copy_(same_part(tensors_.find(name)->second, begin, part));
 }
 
 }  // namespace accelerate::big_model

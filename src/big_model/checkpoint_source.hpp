@@ -26,10 +26,9 @@ class CheckpointSource {
   bool contains(std::string_view name) const;
   at::ScalarType dtype(std::string_view name) const;
   std::vector<std::int64_t> shape(std::string_view name) const;
-  /// Rows from `begin` up to `end` into a tensor of their shape; of a number, the only row. May be
-  /// called by several threads.
-  void read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
-                 const at::Tensor& tensor) const;
+  /// Fills a part of a tensor of the weight's shape, as for_parts gives them: all of it, or what
+  /// begins at the element `begin`. May be called by several threads.
+  void read(std::string_view name, std::int64_t begin, const at::Tensor& part) const;
 
   /// A weight as it lies in its mapped file: nothing is read yet, and writing to it does not change
   /// the file. Undefined where it cannot be used so: in an offload folder, or when its elements are

@@ -5,6 +5,7 @@
 #include <accelerate/big_model/sizes.hpp>
 #include <accelerate/core/memory.hpp>
 #include <big_model/align.hpp>
+#include <big_model/folder_lock.hpp>
 #include <big_model/offload_residency.hpp>
 #include <core/cuda_devices.hpp>
 #include <intercept/quiet.hpp>
@@ -18,6 +19,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -85,7 +87,7 @@ struct Dispatched::Impl {
   bool is_offloaded(const NamedTensor& entry, bool is_buffer) const;
   std::string stored_name(const NamedTensor& entry) const;
   void settle(const NamedTensor& entry, bool is_buffer);
-  void write_to_disk();
+  void lock_folders();
   std::vector<intercept::UnitPlan> units() const;
   void refuse_training(const NamedTensor& entry);
   void release_hooks();
@@ -98,6 +100,7 @@ struct Dispatched::Impl {
   std::unordered_map<std::string, std::vector<std::string>> tied;  // by first name
   std::vector<NamedTensor> offloaded, to_write;
   std::vector<NamedTensor> refusing;
+  std::vector<big_model::FolderLock> folders;  // with files that weights come from
   std::unique_ptr<OffloadResidency> residency;
   std::unique_ptr<Engine> engine;
   std::unique_ptr<big_model::AlignDevices> align;
@@ -113,7 +116,12 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   if (options.resident_limit() < 0 || options.prefetch() < 0)
     throw ConfigError("OffloadOptions::resident_limit and prefetch cannot be negative.");
   for (const auto& names : module.tied()) tied[names.front()] = names;
-  if (!options.offload_dir().empty()) {
+  const auto wants_values = [](const NamedTensor& entry) {
+    return entry.tensor.is_meta() && entry.tensor.numel() > 0;
+  };
+  if (!options.offload_dir().empty() &&
+      (std::any_of(module.parameters().begin(), module.parameters().end(), wants_values) ||
+       std::any_of(module.buffers().begin(), module.buffers().end(), wants_values))) {
     const auto index = options.offload_dir() / "index.json";
     if (std::filesystem::exists(index)) {
       const WeightStore there = WeightStore::open(index);
@@ -179,8 +187,11 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
     to_write.clear();
   }
   residency = std::make_unique<OffloadResidency>(main, store);
+  lock_folders();
   for (const NamedTensor& entry : module.parameters()) settle(entry, false);
   for (const NamedTensor& entry : module.buffers()) settle(entry, true);
+
+  if (offloaded.empty()) folders.clear();
 
   bool elsewhere = !main.is_cpu();
   for (const NamedTensor& entry : module.parameters())
@@ -227,6 +238,16 @@ std::string Dispatched::Impl::stored_name(const NamedTensor& entry) const {
     }
   }
   return {};
+}
+
+// Nobody else writes to the folders that weights come from.
+void Dispatched::Impl::lock_folders() {
+  std::set<std::filesystem::path> used;
+  for (const auto& [name, entry] : store.entries()) {
+    if (entry.file.extension() == ".dat") used.insert(entry.file.parent_path());
+  }
+  for (const std::filesystem::path& folder : used)
+    folders.emplace_back(folder, big_model::FolderLock::Kind::use);
 }
 
 // Says where an offloaded weight is from now on, and sends one that stays to its device.
@@ -385,6 +406,7 @@ void Dispatched::remove_offload() {
     intercept::replace_data(impl_->offloaded[i].tensor, values[i]);
   impl_->engine.reset();
   impl_->align.reset();
+  impl_->folders.clear();
 }
 
 struct Dispatched::Forward::State {

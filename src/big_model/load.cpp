@@ -7,6 +7,7 @@
 #include <base/in_threads.hpp>
 #include <big_model/checkpoint_source.hpp>
 #include <big_model/huge_pages.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
 
@@ -42,8 +43,8 @@ struct Weight {
 
 struct Piece {
   const Weight* weight;
-  at::Tensor rows;
-  std::int64_t begin, end;
+  std::int64_t begin;  // in elements
+  at::Tensor part;
   bool mapped;
 };
 
@@ -51,9 +52,9 @@ struct Piece {
 // be a signal.
 void read_pages(const Piece& piece, const std::filesystem::path& path) {
   static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(piece.rows.const_data_ptr());
+  const auto begin = reinterpret_cast<std::uintptr_t>(piece.part.const_data_ptr());
   const std::uintptr_t from = begin / page * page;
-  const std::uintptr_t to = (begin + piece.rows.nbytes() + page - 1) / page * page;
+  const std::uintptr_t to = (begin + piece.part.nbytes() + page - 1) / page * page;
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14
   if (madvise(reinterpret_cast<void*>(from), to - from, kPopulateRead) == 0) return;
   if (errno == EINVAL) {
@@ -229,8 +230,7 @@ class Loader {
             const Weight& weight = *by_name.at(entry.name);
             at::Tensor values = at::empty(entry.tensor.sizes(), at::TensorOptions(weight.dtype));
             if (values.numel() == 0) return values;
-            source_.read_rows(weight.stored_as, 0, values.dim() == 0 ? 1 : values.size(0),
-                              values.dim() == 0 ? values.unsqueeze(0) : values);
+            source_.read(weight.stored_as, 0, values);
             report_.bytes += stored_bytes(weight, values.numel());
             if (bar_) bar_->set(report_.bytes);
             return values;
@@ -260,14 +260,10 @@ class Loader {
 
   void cut(const Weight& weight, const at::Tensor& target, bool mapped,
            std::vector<Piece>& pieces) const {
-    if (target.numel() == 0) return;
-    const at::Tensor rows = target.dim() == 0 ? target.unsqueeze(0) : target;
-    const std::int64_t row_bytes = static_cast<std::int64_t>(target.nbytes()) / rows.size(0);
-    const std::int64_t step = std::max<std::int64_t>(1, kPieceBytes / row_bytes);
-    for (std::int64_t row = 0; row < rows.size(0); row += step) {
-      const std::int64_t count = std::min(step, rows.size(0) - row);
-      pieces.push_back({&weight, rows.narrow(0, row, count), row, row + count, mapped});
-    }
+    big_model::for_parts(target, kPieceBytes / static_cast<std::int64_t>(target.element_size()),
+                         [&](std::int64_t begin, const at::Tensor& part) {
+                           pieces.push_back({&weight, begin, part, mapped});
+                         });
   }
 
   void read(const std::vector<Piece>& pieces) {
@@ -285,9 +281,9 @@ class Loader {
             if (piece.mapped) {
               read_pages(piece, path_);
             } else {
-              source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
+              source_.read(piece.weight->stored_as, piece.begin, piece.part);
             }
-            done += stored_bytes(*piece.weight, piece.rows.numel());
+            done += stored_bytes(*piece.weight, piece.part.numel());
           };
         },
         bar_ ? std::function<void()>(watch) : nullptr);

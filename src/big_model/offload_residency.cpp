@@ -2,6 +2,7 @@
 #include <accelerate/base/text.hpp>
 #include <big_model/huge_pages.hpp>
 #include <big_model/offload_residency.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty.h>
@@ -40,33 +41,30 @@ at::Tensor OffloadResidency::whole(const at::Tensor& weight) const {
 }
 
 std::vector<OffloadResidency::Piece> OffloadResidency::cut(const Unit& unit,
+                                                           const at::Tensor& buffer,
                                                            std::int64_t most_bytes) const {
   std::vector<Piece> pieces;
   for (const UnitParameter& weight : unit.parameters()) {
-    const std::int64_t rows = weight.parameter.dim() == 0 ? 1 : weight.parameter.size(0);
-    const std::int64_t row_bytes = static_cast<std::int64_t>(weight.parameter.nbytes()) / rows;
-    const std::int64_t step = std::max<std::int64_t>(1, most_bytes / row_bytes);
-    for (std::int64_t row = 0; row < rows; row += step)
-      pieces.push_back({&weight, row, std::min(row + step, rows)});
+    const Source& from = source(weight.parameter);
+    for_parts(Unit::over(buffer, weight),
+              most_bytes / static_cast<std::int64_t>(buffer.element_size()),
+              [&](std::int64_t begin, const at::Tensor& part) {
+                pieces.push_back({&from, begin, part});
+              });
   }
   return pieces;
 }
 
-void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files) {
-  const auto rows_of = [&](const at::Tensor& weight) {
-    return weight.dim() == 0 ? weight.unsqueeze(0)
-                             : weight.narrow(0, piece.begin, piece.end - piece.begin);
-  };
-  const Source& from = source(piece.weight->parameter);
-  const at::Tensor rows = rows_of(Unit::over(buffer, *piece.weight));
-  if (from.home.defined()) {
-    rows.copy_(rows_of(from.home), /*non_blocking=*/true);
+void OffloadResidency::fill(const Piece& piece, OpenFiles& files) {
+  const auto& [from, begin, part] = piece;
+  if (from->home.defined()) {
+    part.copy_(same_part(from->home, begin, part), /*non_blocking=*/true);
     return;
   }
-  const WeightStore::Entry& stored = *store_.find(from.stored_as);
-  stored.read_rows(files.at(stored.file), from.stored_as, piece.begin, piece.end, rows);
+  const WeightStore::Entry& stored = *store_.find(from->stored_as);
+  stored.read(files.at(stored.file), from->stored_as, begin, part);
   const std::lock_guard lock(mutex_);
-  counts_.read_bytes += rows.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
+  counts_.read_bytes += part.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
 }
 
 at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
@@ -92,15 +90,15 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
   auto files = std::make_shared<OpenFiles>();
   std::shared_ptr<Bringer::Job> job;
   if (device_.is_cpu()) {
-    auto pieces = cut(unit, kPieceBytes);
+    auto pieces = cut(unit, buffer, kPieceBytes);
     const std::size_t count = pieces.size();
-    job = bringer_.start(count, [this, buffer, files, pieces = std::move(pieces)](std::size_t i) {
-      fill(pieces[i], buffer, *files);
+    job = bringer_.start(count, [this, files, pieces = std::move(pieces)](std::size_t i) {
+      fill(pieces[i], *files);
     });
   } else {
-    auto pieces = cut(unit, unit.storage().bytes());
-    job = bringer_.start(1, [this, buffer, files, pieces = std::move(pieces)](std::size_t) {
-      for (const Piece& piece : pieces) fill(piece, buffer, *files);
+    auto pieces = cut(unit, buffer, unit.storage().bytes());
+    job = bringer_.start(1, [this, files, pieces = std::move(pieces)](std::size_t) {
+      for (const Piece& piece : pieces) fill(piece, *files);
     });
   }
   const std::lock_guard lock(mutex_);

@@ -60,13 +60,15 @@ class OffloadResidency final : public intercept::Residency {
     std::chrono::steady_clock::time_point asked, used, gone;
     bool over = false;
   };
-  // Rows of a weight.
+  // Elements of a weight from `begin` on, in the buffer they are brought to.
   struct Piece {
-    const intercept::UnitParameter* weight;
-    std::int64_t begin, end;
+    const Source* from;
+    std::int64_t begin;
+    at::Tensor part;
   };
-  std::vector<Piece> cut(const intercept::Unit& unit, std::int64_t most_bytes) const;
-  void fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files);
+  std::vector<Piece> cut(const intercept::Unit& unit, const at::Tensor& buffer,
+                         std::int64_t most_bytes) const;
+  void fill(const Piece& piece, OpenFiles& files);
   void report(Visit& visit);
 
   at::Device device_;

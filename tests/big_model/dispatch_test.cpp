@@ -208,13 +208,15 @@ TEST_F(BigModel, AFileThatVanishedOrChangedIsNamed) {
   fs::copy(file(), copy);
   auto model = load_checkpoint_and_dispatch(empty(), copy, DeviceMap{{"", Place::disk()}});
   EXPECT_TRUE(at::equal(model(input), expected));
-  fs::resize_file(copy, fs::file_size(copy) - 100);
-  expect_refusal<CheckpointError>("copy.safetensors", [&] { model(input); });
-  expect_refusal<CheckpointError>("copy.safetensors", [&] { model(input); });
-  fs::remove(copy);
+  fs::rename(copy, folder.path() / "away");
   expect_refusal<CheckpointError>("copy.safetensors", [&] { model(input); });
   fs::copy(file(), copy);
+  expect_refusal<CheckpointError>("was replaced by another file", [&] { model(input); });
+  fs::rename(folder.path() / "away", copy);
   EXPECT_TRUE(at::equal(model(input), expected));
+  fs::resize_file(copy, fs::file_size(copy) - 100);
+  expect_refusal<CheckpointError>("copy.safetensors", [&] { model(input); });
+  expect_refusal<CheckpointError>("and now has", [&] { model(input); });
 }
 
 TEST_F(BigModel, WhatADispatchedModuleCannotDoIsSaid) {
