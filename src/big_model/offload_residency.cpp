@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <exception>
 
 namespace accelerate::big_model {
 
@@ -62,7 +63,18 @@ void OffloadResidency::fill(const Piece& piece, OpenFiles& files) {
     return;
   }
   const WeightStore::Entry& stored = *store_.find(from->stored_as);
-  stored.read(files.at(stored.file), from->stored_as, begin, part);
+  const io::File* file = nullptr;
+  try {
+    file = &files.at(stored.file);
+  } catch (const CheckpointError&) {
+    std::throw_with_nested(CheckpointError(
+        text::concat("The offloaded weight '", from->stored_as, "' cannot be read: the file ",
+                     stored.file,
+                     " cannot be opened any more. It must stay where it is while the module is "
+                     "used; put it back, or load the module again."),
+        stored.file.string()));
+  }
+  stored.read(*file, from->stored_as, begin, part);
   const std::lock_guard lock(mutex_);
   counts_.read_bytes += part.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
 }
@@ -149,17 +161,17 @@ void OffloadResidency::repointed(const Unit& unit) {
       "' be given other data. Call remove_offload() first, or dispatch it with another map."));
 }
 
-void OffloadResidency::write_back(const Unit& unit, const UnitParameter& parameter,
+void OffloadResidency::will_write(const Unit&, const UnitParameter& parameter) {
+  if (source(parameter.parameter).home.defined()) return;
+  throw StateError(text::concat(
+      "The weight '", parameter.name,
+      "' was about to be written to, and it is offloaded to disk, where weights are only read. "
+      "Keep it on the CPU or on a device, or call remove_offload() before it is changed."));
+}
+
+void OffloadResidency::write_back(const Unit&, const UnitParameter& parameter,
                                   const at::Tensor& contents) {
-  const Source& from = source(parameter.parameter);
-  if (!from.home.defined()) {
-    throw StateError(
-        text::concat("The weight '", parameter.name,
-                     "' was written to, and it is offloaded to disk, where weights are only read. "
-                     "Keep it on the "
-                     "CPU or on a device, or call remove_offload() before it is changed."));
-  }
-  from.home.copy_(Unit::over(contents, parameter));
+  source(parameter.parameter).home.copy_(Unit::over(contents, parameter));
 }
 
 at::Tensor OffloadResidency::bring_full(const Unit& unit) {

@@ -38,6 +38,7 @@ class OffloadResidency final : public intercept::Residency {
   /// Gives back the memory that is kept for the next weights, and tells the tracker what is over.
   void rest();
   void repointed(const intercept::Unit& unit) override;
+  void will_write(const intercept::Unit& unit, const intercept::UnitParameter& parameter) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
                   const at::Tensor& contents) override;
   at::Tensor bring_full(const intercept::Unit& unit) override;

@@ -128,5 +128,16 @@ TEST_F(BigModel, AWeightOfAnotherDtypeNeedsNoMoreMemoryWhateverItsShape) {
   }
 }
 
+TEST_F(BigModel, AWeightOnDiskIsNotWrittenToNotEvenInMemory) {
+  torch::NoGradGuard no_grad;
+  auto model = load_checkpoint_and_dispatch(empty(), file(), kDisk);
+  const at::Tensor weight = model.module()->parameters()[0];
+  const double sum = weight.sum().item<double>();
+  expect_refusal<StateError>("offloaded to disk", [&] { weight.zero_(); });
+  EXPECT_EQ(weight.sum().item<double>(), sum);
+  expect_refusal<StateError>("'0.weight'", [&] { weight[3].add_(1); });
+  EXPECT_TRUE(at::equal(model.module()->forward(input), expected));
+}
+
 }  // namespace
 }  // namespace accelerate
