@@ -6,6 +6,7 @@
 #include <accelerate/core/memory.hpp>
 #include <base/in_threads.hpp>
 #include <big_model/checkpoint_source.hpp>
+#include <big_model/devices.hpp>
 #include <big_model/huge_pages.hpp>
 #include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
@@ -29,6 +30,7 @@ namespace accelerate {
 namespace {
 
 using big_model::CheckpointSource;
+using big_model::device_of;
 
 // Read in pieces of this size, so that threads share a large weight and small ones cost little.
 constexpr std::int64_t kPieceBytes = std::int64_t{16} << 20;
@@ -67,10 +69,16 @@ void read_pages(const Piece& piece, const std::filesystem::path& path) {
       path.string());
 }
 
-at::Device device_of(Place place) {
-  return place.kind == Place::Kind::accelerator
-             ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(place.index))
-             : at::Device(at::kCPU);
+// Modules that stay in float32 are named by a part of their path.
+at::ScalarType dtype_for(const std::string& name, at::ScalarType own, const LoadOptions& options) {
+  const auto& wanted = options.dtype();
+  if (!wanted || !c10::isFloatingType(own)) return own;
+  if (*wanted == at::kHalf || *wanted == at::kBFloat16) {
+    for (const std::string& key : options.keep_in_fp32_modules()) {
+      if (name == key || name.find(key + ".") != std::string::npos) return at::kFloat;
+    }
+  }
+  return *wanted;
 }
 
 std::string bytes_text(std::int64_t bytes) { return text::format_bytes(bytes); }
@@ -81,6 +89,7 @@ class Loader {
          const LoadOptions& options, bool offload_buffers)
       : module_(module), path_(path), map_(map), options_(options), source_(path) {
     check_device_map(model_tree(module), map);
+    big_model::check_places(map);
     for (const auto& names : module.tied()) tied_[names.front()] = names;
     for (const NamedTensor& entry : module.parameters()) match(entry, false, offload_buffers);
     for (const NamedTensor& entry : module.buffers()) match(entry, true, offload_buffers);
@@ -136,7 +145,8 @@ class Loader {
 
  private:
   void match(const NamedTensor& entry, bool is_buffer, bool offload_buffers) {
-    if (intercept::is_tagged(entry.tensor)) {
+    // A tagged one without memory was left behind by a handle.
+    if (intercept::is_tagged(entry.tensor) && !entry.tensor.is_meta()) {
       throw StateError(
           text::concat("'", entry.name,
                        "' is sharded or offloaded. Load a checkpoint before the module "
@@ -159,22 +169,12 @@ class Loader {
                                           "] in the checkpoint and [",
                                           text::join(entry.tensor.sizes()), "] in the module"));
     }
-    Weight weight{entry, stored, dtype_for(entry), *place_of(map_, entry.name)};
+    Weight weight{entry, stored, dtype_for(entry.name, entry.tensor.scalar_type(), options_),
+                  *place_of(map_, entry.name)};
     if (is_buffer && !offload_buffers && weight.place == Place::disk()) weight.place = Place::cpu();
     weight.fill_in_place = weight.dtype == entry.tensor.scalar_type() &&
                            entry.tensor.device() == device_of(weight.place);
     weights_.push_back(std::move(weight));
-  }
-
-  at::ScalarType dtype_for(const NamedTensor& entry) const {
-    const auto& wanted = options_.dtype();
-    if (!wanted || !entry.tensor.is_floating_point()) return entry.tensor.scalar_type();
-    if (*wanted == at::kHalf || *wanted == at::kBFloat16) {
-      for (const std::string& key : options_.keep_in_fp32_modules()) {
-        if (entry.name == key || entry.name.find(key + ".") != std::string::npos) return at::kFloat;
-      }
-    }
-    return *wanted;
   }
 
   void refuse_differences() const {
@@ -328,10 +328,29 @@ LoadReport load_checkpoint_in_model(const ModuleRecord& module,
 
 DeviceMap device_map_for(const ModuleRecord& module, const std::string& name,
                          const LoadOptions& options) {
+  const auto& given = options.max_memory();
+  if (given) {
+    for (const auto& [place, bytes] : *given)
+      big_model::check_place(place, "LoadOptions::max_memory has a limit for");
+  }
   SizeOptions sizes;
-  if (options.dtype()) sizes.dtype(element_type(*options.dtype()));
+  if (options.dtype()) {
+    sizes.dtype(element_type(*options.dtype()));
+    SpecialDtypes kept;
+    for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
+      for (const auto& [path, tensor] : *tensors) {
+        const at::ScalarType dtype = dtype_for(path, tensor.scalar_type(), options);
+        if (dtype != *options.dtype() && c10::isFloatingType(dtype))
+          kept.emplace_back(path, element_type(dtype));
+      }
+    }
+    sizes.special_dtypes(std::move(kept));
+  }
+  const auto available = [&] {
+    return name == "sequential" ? get_max_memory() : big_model::leave_room(get_max_memory());
+  };
   return named_device_map(
-      name, model_tree(module), options.max_memory().value_or(get_max_memory()),
+      name, model_tree(module), given ? *given : available(),
       DeviceMapOptions().no_split_module_classes(options.no_split_module_classes()).sizes(sizes));
 }
 
