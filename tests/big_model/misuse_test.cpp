@@ -4,8 +4,13 @@
 #include "big_model/fixture.hpp"
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/big_model/sizes.hpp>
 #include <accelerate/checkpoint/pt_file.hpp>
+#include <accelerate/intercept/key.hpp>
 #include <accelerate/tracking/tensor_bytes.hpp>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/serialize.h>
 
 #include <chrono>
 
@@ -46,7 +51,7 @@ TEST_F(BigModel, TwoModulesDoNotShareAnOffloadFolder) {
   const at::Tensor from_other = other->forward(input);
   auto first = disk_offload(net, shared);
   expect_refusal<CheckpointError>("call remove_offload()",
-                                  [&] { static_cast<void>(disk_offload(other, shared)); });
+                                  [&] { return disk_offload(other, shared); });
   expect_refusal<CheckpointError>("Name another folder", [&] {
     load_checkpoint_in_model(other, file(), kDisk, LoadOptions().offload_folder(shared));
   });
@@ -137,6 +142,161 @@ TEST_F(BigModel, AWeightOnDiskIsNotWrittenToNotEvenInMemory) {
   EXPECT_EQ(weight.sum().item<double>(), sum);
   expect_refusal<StateError>("'0.weight'", [&] { weight[3].add_(1); });
   EXPECT_TRUE(at::equal(model.module()->forward(input), expected));
+}
+
+TEST_F(BigModel, ARefusedMoveChangesNothing) {
+  torch::NoGradGuard no_grad;
+  nn::Sequential normed(nn::Linear(64, 64), nn::BatchNorm1d(64), nn::Linear(64, 64));
+  normed->eval();
+  const at::Tensor plain = normed->forward(input);
+  const auto path = folder.path() / "normed.safetensors";
+  checkpoints::save_file(state_of(big_model::record_of(normed)), path);
+  {
+    auto model = load_checkpoint_and_dispatch(
+        normed, path, DeviceMap{{"0", Place::cpu()}, {"1", Place::cpu()}, {"2", Place::disk()}});
+    expect_refusal<StateError>("remove_offload()", [&] { normed->to(at::kDouble); });
+    expect_refusal<StateError>("remove_offload()", [&] { normed[1]->to(at::kDouble); });
+    expect_refusal<StateError>("remove_offload()",
+                               [&] { normed->buffers()[0].set_data(at::zeros({64})); });
+    for (const auto& [name, tensor] : state_of(big_model::record_of(normed)))
+      EXPECT_NE(tensor.scalar_type(), at::kDouble) << name;
+    EXPECT_TRUE(at::equal(model(input), plain));
+    EXPECT_TRUE(at::equal(normed->forward(input), plain));
+    normed->to(at::kCPU);             // where it is
+    normed->parameters()[0].mul_(1);  // resident weights are the user's
+    expect_refusal<StateError>("already", [&] { return cpu_offload(normed, at::kCPU); });
+    model.remove_offload();
+    normed->to(at::kDouble);
+    normed->to(at::kFloat);
+    EXPECT_TRUE(at::equal(normed->forward(input), plain));
+  }
+  {
+    auto model = disk_offload(normed, folder.path() / "normed");
+    EXPECT_TRUE(at::equal(model(input), plain));
+  }
+  EXPECT_EQ(normed->buffers()[0].key_set().has(intercept::kTag), false);
+}
+
+TEST_F(BigModel, WithoutItsHandleAModuleSaysSoAndCanBeLoadedAgain) {
+  torch::NoGradGuard no_grad;
+  static_cast<void>(disk_offload(net, folder.path() / "lost"));
+  const auto expect_lost = [&] {
+    expect_refusal<StateError>("after the handle of its module was destroyed",
+                               [&] { net->forward(input); });
+    expect_refusal<std::exception>("after the handle", [&] { net->parameters()[0].data_ptr(); });
+  };
+  expect_lost();
+  {
+    auto again = dispatch_model(
+        net, kDisk, OffloadOptions().weights(WeightStore::open(folder.path() / "lost")));
+    EXPECT_TRUE(at::equal(again(input), expected));
+  }
+  expect_lost();
+  // Without a store there are no values.
+  expect_refusal<StateError>("no values", [&] { return cpu_offload(net, at::kCPU); });
+  expect_lost();
+  {
+    auto mixed = dispatch_model(
+        net, {{"0", Place::cpu()}, {"2", Place::disk()}, {"4", Place::cpu()}, {"6", Place::disk()}},
+        OffloadOptions().offload_dir(folder.path() / "lost"));
+    EXPECT_TRUE(at::equal(mixed(input), expected));
+  }
+  EXPECT_FALSE(net->parameters()[0].is_meta());
+  load_checkpoint_in_model(net, file());
+  EXPECT_TRUE(at::equal(net->forward(input), expected));
+  net->to(at::kDouble);
+}
+
+TEST_F(BigModel, AGraphThatOutlivesTheOffloadingSaysSo) {
+  auto model = cpu_offload(net, at::kCPU);
+  const at::Tensor loss = model(input).sum();
+  model.remove_offload();
+  expect_refusal<StateError>("call backward() before remove_offload()", [&] { loss.backward(); });
+}
+
+TEST_F(BigModel, SavingADispatchedModuleSaysWhatToDo) {
+  auto model = load_checkpoint_and_dispatch(empty(), file(), kDisk);
+  const auto state = state_of(big_model::record_of(model.module()));
+  const auto path = folder.path() / "saved.safetensors";
+  expect_refusal<std::exception>("remove_offload()", [&] { checkpoints::save_file(state, path); });
+  expect_refusal<std::exception>("remove_offload()",
+                                 [&] { offload_state_dict(folder.path() / "saved", state); });
+  expect_refusal<std::exception>("remove_offload()", [&] {
+    torch::save(model.module(), (folder.path() / "saved.pt").string());
+  });
+  model.remove_offload();
+  checkpoints::save_file(state, path);
+}
+
+struct CountGradients final : torch::autograd::PostAccumulateGradHook {
+  explicit CountGradients(int& count) : count(count) {}
+  void operator()(const at::Tensor&) override { ++count; }
+  int& count;
+};
+
+TEST_F(BigModel, AHookOfTheUsersDoesNotHideThatAWeightOnDiskIsNotTrained) {
+  int count = 0;
+  torch::autograd::impl::set_post_acc_grad_hooks(net->parameters()[0],
+                                                 std::make_unique<CountGradients>(count));
+  auto model = disk_offload(net, folder.path() / "hooked");
+  for (auto& parameter : net->parameters()) parameter.requires_grad_(false);
+  net->parameters()[0].requires_grad_(true);
+  expect_refusal<StateError>("'0.weight', which is offloaded to disk",
+                             [&] { model(input).sum().backward(); });
+  EXPECT_EQ(count, 0);
+  model.remove_offload();
+  net->forward(input).sum().backward();
+  EXPECT_EQ(count, 1);
+}
+
+TEST_F(BigModel, DevicesThatAreNotThereAreRefusedBeforeAnythingElse) {
+  const bool gpu = get_max_memory().front().first.kind == Place::Kind::accelerator;
+  const DeviceMap far{{"", Place::accelerator(17)}};
+  nn::Sequential other = empty();
+  expect_refusal<ConfigError>("accelerator 17",
+                              [&] { load_checkpoint_in_model(other, file(), far); });
+  expect_refusal<ConfigError>("accelerator 17",
+                              [&] { return load_checkpoint_and_dispatch(other, file(), far); });
+  expect_refusal<ConfigError>("accelerator 17", [&] {
+    device_map_for(big_model::record_of(other), "auto",
+                   LoadOptions().max_memory(MaxMemory{{Place::accelerator(17), 1 << 20}}));
+  });
+  std::vector<std::pair<std::string, at::Device>> devices{
+      {"meta", at::kMeta}, {"mps", at::kMPS}, {"cuda:17", at::Device(at::kCUDA, 17)}};
+  if (!gpu) devices.emplace_back("no accelerator", at::kCUDA);
+  for (const auto& [said, device] : devices) {
+    const auto in = folder.path() / said;
+    expect_refusal<ConfigError>(said, [&] { return cpu_offload(net, device); });
+    expect_refusal<ConfigError>(said, [&] { return disk_offload(net, in, device); });
+    expect_refusal<ConfigError>(said, [&] { return cpu_offload_with_hook(net, device); });
+    expect_refusal<ConfigError>(said, [&] {
+      return load_checkpoint_and_dispatch(other, file(), kDisk, {},
+                                          OffloadOptions().main_device(device));
+    });
+    EXPECT_FALSE(fs::exists(in));
+  }
+  for (const at::Tensor& tensor : other->parameters()) EXPECT_TRUE(tensor.is_meta());
+  torch::NoGradGuard no_grad;
+  EXPECT_TRUE(at::equal(net->forward(input), expected));
+}
+
+TEST_F(BigModel, OneWeightWithTwoPlacesIsWarnedOf) {
+  struct Tied : nn::Module {
+    Tied() {
+      register_module("first", first);
+      register_module("second", second);
+      second->weight = second->register_parameter("tied", first->weight);
+    }
+    nn::Linear first{4, 4}, second{4, 4};
+  };
+  auto tied = std::make_shared<Tied>();
+  ::testing::internal::CaptureStderr();
+  auto model = dispatch_model(tied, {{"first", Place::cpu()}, {"second", Place::disk()}},
+                              OffloadOptions().offload_dir(folder.path() / "tied"));
+  EXPECT_NE(::testing::internal::GetCapturedStderr().find(
+                "'first.weight' and 'second.tied' are one weight, and the device map puts them on "
+                "cpu and on disk. It goes to cpu."),
+            std::string::npos);
 }
 
 }  // namespace
