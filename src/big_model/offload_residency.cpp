@@ -79,6 +79,23 @@ void OffloadResidency::fill(const Piece& piece, OpenFiles& files) {
   counts_.read_bytes += part.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
 }
 
+std::shared_ptr<Bringer::Job> OffloadResidency::start_job(const Unit& unit,
+                                                          const at::Tensor& buffer) {
+  // Opened anew for each unit, so that a file that is another by now is found out.
+  auto files = std::make_shared<OpenFiles>();
+  if (device_.is_cpu()) {
+    auto pieces = cut(unit, buffer, kPieceBytes);
+    const std::size_t count = pieces.size();
+    return bringer_.start(count, [this, files, pieces = std::move(pieces)](std::size_t i) {
+      fill(pieces[i], *files);
+    });
+  }
+  auto pieces = cut(unit, buffer, unit.storage().bytes());
+  return bringer_.start(1, [this, files, pieces = std::move(pieces)](std::size_t) {
+    for (const Piece& piece : pieces) fill(piece, *files);
+  });
+}
+
 at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
   at::Tensor buffer = std::move(reuse);
   {
@@ -98,21 +115,7 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
     use_huge_pages(buffer);
   }
   const auto asked = Clock::now();
-  // Opened anew for each unit, so that a file that is another by now is found out.
-  auto files = std::make_shared<OpenFiles>();
-  std::shared_ptr<Bringer::Job> job;
-  if (device_.is_cpu()) {
-    auto pieces = cut(unit, buffer, kPieceBytes);
-    const std::size_t count = pieces.size();
-    job = bringer_.start(count, [this, files, pieces = std::move(pieces)](std::size_t i) {
-      fill(pieces[i], *files);
-    });
-  } else {
-    auto pieces = cut(unit, buffer, unit.storage().bytes());
-    job = bringer_.start(1, [this, files, pieces = std::move(pieces)](std::size_t) {
-      for (const Piece& piece : pieces) fill(piece, *files);
-    });
-  }
+  auto job = start_job(unit, buffer);
   const std::lock_guard lock(mutex_);
   jobs_[unit.index()] = std::move(job);
   counts_.brought_bytes += unit.storage().bytes();
@@ -124,14 +127,19 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
   return buffer;
 }
 
-void OffloadResidency::finish_bring(const Unit& unit, const at::Tensor&) {
+void OffloadResidency::finish_bring(const Unit& unit, const at::Tensor& contents) {
   std::shared_ptr<Bringer::Job> job;
   {
     const std::lock_guard lock(mutex_);
     job = std::move(jobs_.at(unit.index()));
     jobs_.erase(unit.index());
   }
-  bringer_.finish(*job);
+  try {
+    bringer_.finish(*job);
+  } catch (const CheckpointError&) {
+    // It may have been fetched ahead long ago: what counts is how the file is now.
+    bringer_.finish(*start_job(unit, contents));
+  }
   const std::lock_guard lock(mutex_);
   if (const auto visit = visits_.find(unit.index()); visit != visits_.end())
     visit->second.used = Clock::now();

@@ -70,6 +70,7 @@ class OffloadResidency final : public intercept::Residency {
   std::vector<Piece> cut(const intercept::Unit& unit, const at::Tensor& buffer,
                          std::int64_t most_bytes) const;
   void fill(const Piece& piece, OpenFiles& files);
+  std::shared_ptr<Bringer::Job> start_job(const intercept::Unit& unit, const at::Tensor& buffer);
   void report(Visit& visit);
 
   at::Device device_;

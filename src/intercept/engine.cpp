@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <exception>
 
 namespace accelerate::intercept {
 
@@ -122,20 +121,13 @@ std::vector<int> Engine::next_units(int most) const {
 }
 
 void Engine::drop_all_but(const std::vector<int>& wanted) {
-  // One that could not be brought does not keep the others, whose errors would come too late.
-  std::exception_ptr error;
   for (Entry& entry : entries_) {
     const int index = entry.unit->index();
     if (index == current_ || stays(entry) ||
         std::find(wanted.begin(), wanted.end(), index) != wanted.end())
       continue;
-    try {
-      let_go(entry);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
+    let_go(entry);
   }
-  if (error) std::rethrow_exception(error);
 }
 
 void Engine::demand(TaggedStorage& storage) {
