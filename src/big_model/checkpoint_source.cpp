@@ -45,7 +45,7 @@ fs::path inside(const fs::path& folder) {
 
 }  // namespace
 
-CheckpointSource::CheckpointSource(const fs::path& given) {
+CheckpointSource::CheckpointSource(const fs::path& given) : given_(given) {
   if (!fs::exists(given)) {
     throw CheckpointError(text::concat("There is no checkpoint at ", given, "."), given.string());
   }

@@ -35,12 +35,19 @@ class CheckpointSource {
   /// not aligned.
   at::Tensor map(std::string_view name) const;
 
+  /// The file that a weight is in; of files of torch.save, the checkpoint as it was given.
+  const std::filesystem::path& file(std::string_view name) const {
+    const WeightStore::Entry* entry = store_.find(name);
+    return entry != nullptr ? entry->file : given_;
+  }
+
   /// Null when the weights are in files of torch.save.
   const WeightStore* store() const noexcept { return tensors_.empty() ? &store_ : nullptr; }
 
  private:
   void add_pt(const std::filesystem::path& file);
 
+  std::filesystem::path given_;
   WeightStore store_;
   mutable OpenFiles files_;
   std::map<std::string, at::Tensor, std::less<>> tensors_;  // in mapped files

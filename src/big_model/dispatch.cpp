@@ -55,6 +55,12 @@ bool can_be_guarded(const at::Tensor& tensor) {
          !tensor.is_inference() && !tensor.is_meta();
 }
 
+bool has_class(const ModuleNode& node, const std::string& type) {
+  return is_module_type(node.type, type) ||
+         std::any_of(node.children.begin(), node.children.end(),
+                     [&](const ModuleNode& child) { return has_class(child, type); });
+}
+
 bool has_several_places(const DeviceMap& map) {
   return std::any_of(map.begin(), map.end(),
                      [&](const auto& entry) { return entry.second != map.front().second; });
@@ -121,6 +127,11 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   check_device_map(model_tree(module), map);
   if (options.resident_limit() < 0 || options.prefetch() < 0)
     throw ConfigError("OffloadOptions::resident_limit and prefetch cannot be negative.");
+  for (const std::string& type : options.preload_module_classes()) {
+    if (has_class(module.root(), type)) continue;
+    throw ConfigError(text::concat("OffloadOptions::preload_module_classes names '", type,
+                                   "', and the module has nothing of that class."));
+  }
   for (const auto& names : module.tied()) {
     tied[names.front()] = names;
     for (const std::string& name : names) {
@@ -346,13 +357,10 @@ std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
     into.insert(into.end(), node.buffers.begin(), node.buffers.end());
     for (const ModuleNode& child : node.children) self(self, child, into);
   };
-  std::unordered_set<std::string> met;
   const auto walk = [&](const auto& self, const ModuleNode& node) -> void {
     bool whole = false;
     for (const std::string& type : options.preload_module_classes()) {
-      if (!is_module_type(node.type, type)) continue;
-      met.insert(type);
-      whole = true;
+      whole = whole || is_module_type(node.type, type);
     }
     std::vector<NamedTensor> tensors;
     if (whole) {
@@ -365,12 +373,6 @@ std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
     for (const ModuleNode& child : node.children) self(self, child);
   };
   walk(walk, module.root());
-  for (const std::string& type : options.preload_module_classes()) {
-    if (!met.contains(type)) {
-      throw ConfigError(text::concat("OffloadOptions::preload_module_classes names '", type,
-                                     "', and the module has nothing of that class."));
-    }
-  }
   return plans;
 }
 

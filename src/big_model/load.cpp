@@ -169,6 +169,13 @@ class Loader {
                                           "] in the checkpoint and [",
                                           text::join(entry.tensor.sizes()), "] in the module"));
     }
+    if (c10::isFloatingType(source_.dtype(stored)) &&
+        c10::isIntegralType(entry.tensor.scalar_type(), /*includeBool=*/true)) {
+      differences_.push_back(text::concat("'", stored, "' is ", source_.dtype(stored),
+                                          " in the checkpoint and ", entry.tensor.scalar_type(),
+                                          " in the module, which would lose what is no whole "
+                                          "number"));
+    }
     Weight weight{entry, stored, dtype_for(entry.name, entry.tensor.scalar_type(), options_),
                   *place_of(map_, entry.name)};
     if (is_buffer && !offload_buffers && weight.place == Place::disk()) weight.place = Place::cpu();
@@ -279,7 +286,7 @@ class Loader {
             const intercept::Quiet quiet;
             const Piece& piece = pieces[i];
             if (piece.mapped) {
-              read_pages(piece, path_);
+              read_pages(piece, source_.file(piece.weight->stored_as));
             } else {
               source_.read(piece.weight->stored_as, piece.begin, piece.part);
             }

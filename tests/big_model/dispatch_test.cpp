@@ -283,6 +283,10 @@ TEST_F(BigModel, MapsAndStoresThatDoNotFitAreRefusedBeforeAnythingMoves) {
   expect_refusal<ConfigError>("'Convolution'", [&] {
     return cpu_offload(mlp(), at::kCPU, OffloadOptions().preload_module_classes({"Convolution"}));
   });
+  expect_refusal<ConfigError>("'Convolution'", [&] {
+    return dispatch_model(net, {{"", Place::cpu()}},
+                          OffloadOptions().preload_module_classes({"Convolution"}));
+  });
   expect_refusal<CheckpointError>("[64, 64]", [&] {
     return attach_align_device(mlp(4, 32), at::kCPU, WeightStore::open(file()));
   });
@@ -320,6 +324,9 @@ TEST_F(BigModel, TorchScriptModulesAreCalledAsTheyAre) {
     for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(model(inputs).toTensor(), output)) << name;
     EXPECT_GT(model.offload().statistics().prefetched, 0);
     expect_refusal<std::exception>("remove_offload()", [&] { module.to(at::kFloat); });
+    model.remove_offload();
+    auto [hooked, hook] = cpu_offload_with_hook(module, at::kCPU);
+    EXPECT_TRUE(at::equal(hooked(inputs).toTensor(), output)) << name;
   }
 }
 

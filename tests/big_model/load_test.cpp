@@ -171,6 +171,17 @@ TEST_F(Load, NamesThatDiffer) {
   }
 }
 
+TEST_F(Load, FractionsAreNotPutIntoIntegers) {
+  struct Counts : nn::Module {
+    Counts() { register_buffer("counts", torch::zeros({2}, at::kLong)); }
+  };
+  const auto path = folder.path() / "counts.safetensors";
+  checkpoints::save_file({{"counts", at::full({2}, 1.5)}}, path);
+  auto module = std::make_shared<Counts>();
+  expect_refusal<CheckpointError>("'counts' is Float in the checkpoint and Long in the module",
+                                  [&] { load_checkpoint_in_model(module, path); });
+}
+
 TEST_F(Load, MapsByName) {
   torch::NoGradGuard no_grad;
   auto options = LoadOptions().max_memory(MaxMemory{{Place::cpu(), 60000}});
@@ -281,6 +292,13 @@ TEST_F(Load, DamagedOffloadFoldersAreRefused) {
   expect_refusal<CheckpointError>("not JSON", [&] { WeightStore::open(damaged); });
   io::write_file(damaged / "index.json", R"({"0.weight": {"dtype": "float33", "shape": [1]}})");
   expect_refusal<CheckpointError>("float33", [&] { WeightStore::open(damaged); });
+  for (const auto& [index, said] :
+       {std::pair{R"({"0.weight": {"dtype": "float32", "shape": [4294967296, 4294967296]}})",
+                  "more elements than can be counted"},
+        std::pair{R"({"../0.weight": {"dtype": "float32", "shape": [1]}})", "'../0.weight'"}}) {
+    io::write_file(damaged / "index.json", index);
+    expect_refusal<CheckpointError>(said, [&] { WeightStore::open(damaged); });
+  }
   io::write_file(damaged / "index.json", R"({"0.weight": {"shape": [1]}})");
   expect_refusal<CheckpointError>("0.weight", [&] { WeightStore::open(damaged); });
 }
