@@ -204,6 +204,25 @@ TEST_F(BigModel, FetchesAheadFromTheSecondForwardOn) {
   EXPECT_LT(last["6"]["begin_ns"], last["4"]["end_ns"]);
 }
 
+TEST_F(BigModel, TreesGoInAndComeOut) {
+  torch::NoGradGuard no_grad;
+  nn::LSTM lstm(nn::LSTMOptions(64, 64));
+  const at::Tensor x = input.unsqueeze(1);
+  const auto state = std::tuple(at::ones({1, 1, 64}), at::ones({1, 1, 64}));
+  const auto [plain, last] = lstm->forward(x, state);
+  const auto expect_equal = [&](const auto& result) {
+    EXPECT_TRUE(at::equal(std::get<0>(result), plain));
+    EXPECT_TRUE(at::equal(std::get<1>(std::get<1>(result)), std::get<1>(last)));
+  };
+  {
+    auto model = disk_offload(lstm, folder.path() / "lstm");
+    expect_equal(model(x, state));
+    model.remove_offload();
+  }
+  auto [hooked, hook] = cpu_offload_with_hook(lstm, at::kCPU);
+  expect_equal(hooked(x, state));
+}
+
 TEST_F(BigModel, SeveralThreadsCallOneModule) {
   for (const std::int64_t limit : {0, 20000}) {
     auto model = load_checkpoint_and_dispatch(empty(), file(), DeviceMap{{"", Place::disk()}}, {},
