@@ -6,6 +6,12 @@
 #include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+
+#include <algorithm>
+#include <cstring>
 #include <set>
 
 namespace accelerate::big_model {
@@ -97,6 +103,28 @@ void CheckpointSource::add_pt(const fs::path& file) {
       refuse(text::concat("has '", key.as_string(), "', which is no tensor"));
     tensors_.insert_or_assign(key.as_string(), entry.as_tensor());
   }
+}
+
+bool CheckpointSource::are_equal(std::string_view one, std::string_view other) const {
+  if (dtype(one) != dtype(other) || shape(one) != shape(other)) return false;
+  const WeightStore::Entry* const a = store_.find(one);
+  const WeightStore::Entry* const b = store_.find(other);
+  if (a == nullptr || b == nullptr) {
+    const intercept::Quiet quiet;
+    return at::equal(tensors_.find(one)->second, tensors_.find(other)->second);
+  }
+  if (a->file == b->file && a->offset == b->offset) return true;
+  constexpr std::int64_t kAtOnce = 1 << 18;
+  for (std::int64_t begin = 0; begin < a->elements(); begin += kAtOnce) {
+    const std::int64_t count = std::min(kAtOnce, a->elements() - begin);
+    const at::Tensor left = at::empty({count}, at::TensorOptions(a->dtype));
+    const at::Tensor right = at::empty_like(left);
+    read(one, begin, left);
+    read(other, begin, right);
+    if (std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) != 0)
+      return false;
+  }
+  return true;
 }
 
 std::vector<std::string> CheckpointSource::names() const {

@@ -30,6 +30,9 @@ class CheckpointSource {
   /// begins at the element `begin`. May be called by several threads.
   void read(std::string_view name, std::int64_t begin, const at::Tensor& part) const;
 
+  /// Whether two names have the same values, bit for bit. Reads both unless they are one.
+  bool are_equal(std::string_view one, std::string_view other) const;
+
   /// A weight as it lies in its mapped file: nothing is read yet, and writing to it does not change
   /// the file. Undefined where it cannot be used so: in an offload folder, or when its elements are
   /// not aligned.

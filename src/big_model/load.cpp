@@ -157,8 +157,14 @@ class Loader {
     std::string stored;
     for (const std::string& name : names) {
       if (!source_.contains(name)) continue;
-      if (stored.empty()) stored = name;
       used_.insert(name);
+      if (stored.empty()) {
+        stored = name;
+      } else if (!source_.are_equal(stored, name)) {
+        log::warning(text::concat(
+            "The checkpoint ", path_, " has different values for '", stored, "' and '", name,
+            "', which are one weight of the module. It gets those of '", stored, "'."));
+      }
     }
     if (stored.empty()) {
       report_.missing.push_back(entry.name);

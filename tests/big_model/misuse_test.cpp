@@ -280,15 +280,33 @@ TEST_F(BigModel, DevicesThatAreNotThereAreRefusedBeforeAnythingElse) {
   EXPECT_TRUE(at::equal(net->forward(input), expected));
 }
 
-TEST_F(BigModel, OneWeightWithTwoPlacesIsWarnedOf) {
-  struct Tied : nn::Module {
-    Tied() {
-      register_module("first", first);
-      register_module("second", second);
-      second->weight = second->register_parameter("tied", first->weight);
-    }
-    nn::Linear first{4, 4}, second{4, 4};
+struct Tied : nn::Module {
+  Tied() {
+    register_module("first", first);
+    register_module("second", second);
+    second->weight = second->register_parameter("tied", first->weight);
+  }
+  nn::Linear first{4, 4}, second{4, 4};
+};
+
+TEST_F(BigModel, OneWeightWithTwoValuesIsWarnedOf) {
+  const auto path = folder.path() / "tied.safetensors";
+  const auto said = [&](const at::Tensor& one, const at::Tensor& other) {
+    checkpoints::save_file({{"first.weight", one}, {"second.tied", other}}, path);
+    auto tied = std::make_shared<Tied>();
+    ::testing::internal::CaptureStderr();
+    load_checkpoint_in_model(tied, path);
+    EXPECT_TRUE(at::equal(tied->first->weight, one));
+    return ::testing::internal::GetCapturedStderr();
   };
+  const at::Tensor ones = at::ones({4, 4});
+  EXPECT_EQ(said(ones, ones).find("different values"), std::string::npos);
+  EXPECT_EQ(said(ones, ones.clone()).find("different values"), std::string::npos);
+  EXPECT_NE(said(ones, ones * 2).find("different values for 'first.weight' and 'second.tied'"),
+            std::string::npos);
+}
+
+TEST_F(BigModel, OneWeightWithTwoPlacesIsWarnedOf) {
   auto tied = std::make_shared<Tied>();
   ::testing::internal::CaptureStderr();
   auto model = dispatch_model(tied, {{"first", Place::cpu()}, {"second", Place::disk()}},
