@@ -85,8 +85,8 @@ DeviceMap choose_map(const Flags& flags, const accelerate::ModuleRecord& record,
                      const accelerate::LoadOptions& options) {
   if (flags.device_map == "cpu") return {{"", Place::cpu()}};
   if (flags.device_map == "disk") return {{"", Place::disk()}};
-  if (flags.device_map == "auto") return accelerate::device_map_for(record, "auto", options);
-  return accelerate::read_device_map(flags.device_map);
+  if (fs::exists(flags.device_map)) return accelerate::read_device_map(flags.device_map);
+  return accelerate::device_map_for(record, flags.device_map, options);
 }
 
 // What the limit of the CPU leaves for weights that come and go.
@@ -220,7 +220,7 @@ int main(int argc, char** argv) {
       ->required()
       ->allow_extra_args(false);
   app.add_option("--device-map", flags.device_map,
-                 "Where the weights are: auto, cpu, disk, or a JSON file")
+                 "Where the weights are: auto or another map by name, cpu, disk, or a JSON file")
       ->capture_default_str();
   app.add_option("--max-memory", flags.max_memory,
                  "What a place may hold: cpu=40MiB, 0=10GiB; of the CPU's, what stays and what "

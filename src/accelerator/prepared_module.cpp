@@ -3,6 +3,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/optim/gradient_state.hpp>
+#include <core/map_value.hpp>
 
 #include <ATen/core/grad_mode.h>
 
@@ -50,37 +51,6 @@ void collect_tensors(const c10::IValue& value, std::vector<at::Tensor>& into) {
   });
 }
 
-template <class Cast>
-c10::IValue cast_value(const c10::IValue& value, const Cast& cast) {
-  if (value.isTensor())
-    return value.toTensor().defined() ? c10::IValue(cast(value.toTensor())) : value;
-  if (value.isTuple()) {
-    std::vector<c10::IValue> parts;
-    for (const auto& part : value.toTupleRef().elements()) parts.push_back(cast_value(part, cast));
-    return value.toTupleRef().type()->schema() != nullptr
-               ? c10::IValue(c10::ivalue::Tuple::createNamed(
-                     std::move(parts), value.toTupleRef().type()->expect<c10::TupleType>()))
-               : c10::IValue(c10::ivalue::Tuple::create(std::move(parts)));
-  }
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> parts;
-    for (const at::Tensor& part : value.toTensorVector()) parts.push_back(cast(part));
-    return parts;
-  }
-  if (value.isList()) {
-    auto parts = c10::impl::GenericList(value.toList().elementType());
-    for (const c10::IValue& part : value.toListRef()) parts.push_back(cast_value(part, cast));
-    return parts;
-  }
-  if (value.isGenericDict()) {
-    const auto& dictionary = value.toGenericDict();
-    c10::impl::GenericDict parts(dictionary.keyType(), dictionary.valueType());
-    for (const auto& entry : dictionary) parts.insert(entry.key(), cast_value(entry.value(), cast));
-    return parts;
-  }
-  return value;
-}
-
 }  // namespace
 }  // namespace detail
 
@@ -97,8 +67,7 @@ c10::IValue PreparedModule<torch::jit::Module>::call(const std::string& method,
   const bool casts = pass.casts_outputs();
   pass.leave_autocast();
   if (casts) {
-    result =
-        detail::cast_value(result, [&](const at::Tensor& output) { return pass.cast(output); });
+    result = tree::map_value(result, [&](const at::Tensor& output) { return pass.cast(output); });
   }
   std::vector<at::Tensor> outputs;
   if (pass.wants_outputs()) detail::collect_tensors(result, outputs);

@@ -3,8 +3,15 @@
 #include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/io/safetensors.hpp>
 #include <big_model/checkpoint_source.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
+
+#include <algorithm>
+#include <cstring>
 #include <set>
 
 namespace accelerate::big_model {
@@ -44,7 +51,7 @@ fs::path inside(const fs::path& folder) {
 
 }  // namespace
 
-CheckpointSource::CheckpointSource(const fs::path& given) {
+CheckpointSource::CheckpointSource(const fs::path& given) : given_(given) {
   if (!fs::exists(given)) {
     throw CheckpointError(text::concat("There is no checkpoint at ", given, "."), given.string());
   }
@@ -98,6 +105,28 @@ void CheckpointSource::add_pt(const fs::path& file) {
   }
 }
 
+bool CheckpointSource::are_equal(std::string_view one, std::string_view other) const {
+  if (dtype(one) != dtype(other) || shape(one) != shape(other)) return false;
+  const WeightStore::Entry* const a = store_.find(one);
+  const WeightStore::Entry* const b = store_.find(other);
+  if (a == nullptr || b == nullptr) {
+    const intercept::Quiet quiet;
+    return at::equal(tensors_.find(one)->second, tensors_.find(other)->second);
+  }
+  if (a->file == b->file && a->offset == b->offset) return true;
+  constexpr std::int64_t kAtOnce = 1 << 18;
+  for (std::int64_t begin = 0; begin < a->elements(); begin += kAtOnce) {
+    const std::int64_t count = std::min(kAtOnce, a->elements() - begin);
+    const at::Tensor left = at::empty({count}, at::TensorOptions(a->dtype));
+    const at::Tensor right = at::empty_like(left);
+    read(one, begin, left);
+    read(other, begin, right);
+    if (std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) != 0)
+      return false;
+  }
+  return true;
+}
+
 std::vector<std::string> CheckpointSource::names() const {
   std::vector<std::string> names;
   for (const auto& [name, entry] : store_.entries()) names.push_back(name);
@@ -119,17 +148,15 @@ std::vector<std::int64_t> CheckpointSource::shape(std::string_view name) const {
   return tensors_.find(name)->second.sizes().vec();
 }
 
-void CheckpointSource::read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
-                                 const at::Tensor& tensor) const {
+void CheckpointSource::read(std::string_view name, std::int64_t begin,
+                            const at::Tensor& part) const {
   if (const WeightStore::Entry* entry = store_.find(name)) {
     // An offload folder has a file for each weight, too many to keep open.
-    if (!mapped_) return store_.read_rows(name, begin, end, tensor);
-    return entry->read_rows(files_.at(entry->file), name, begin, end, tensor);
+    if (mapped_) return entry->read(files_.at(entry->file), name, begin, part);
+    return entry->read(io::File::open(entry->file), name, begin, part);
   }
   const intercept::Quiet quiet;
-  at::Tensor from = tensors_.find(name)->second;
-  if (from.dim() == 0) from = from.unsqueeze(0);
-  at::Tensor(tensor).copy_(from.narrow(0, begin, end - begin));
+  part.copy_(same_part(tensors_.find(name)->second, begin, part));
 }
 
 }  // namespace accelerate::big_model

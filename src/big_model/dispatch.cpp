@@ -5,25 +5,31 @@
 #include <accelerate/big_model/sizes.hpp>
 #include <accelerate/core/memory.hpp>
 #include <big_model/align.hpp>
+#include <big_model/devices.hpp>
+#include <big_model/folder_lock.hpp>
 #include <big_model/offload_residency.hpp>
-#include <core/cuda_devices.hpp>
+#include <core/map_value.hpp>
 #include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/jit/codegen/fuser/interface.h>
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 
 namespace accelerate {
 namespace {
 
+using big_model::device_of;
 using big_model::OffloadResidency;
 using big_model::Source;
 using intercept::Engine;
@@ -32,6 +38,7 @@ using intercept::Quiet;
 // A gradient that arrives at a weight on disk has nowhere to go.
 struct RefuseGradient final : torch::autograd::PostAccumulateGradHook {
   std::string name;
+  std::unique_ptr<PostAccumulateGradHook> instead;  // the user's own
   void operator()(const at::Tensor& variable) override {
     const_cast<at::Tensor&>(variable).mutable_grad().reset();
     throw StateError(text::concat(
@@ -42,41 +49,45 @@ struct RefuseGradient final : torch::autograd::PostAccumulateGradHook {
   }
 };
 
-std::string accelerators_text(int devices) {
-  return devices == 0 ? "no accelerator" : text::concat("those from 0 to ", devices - 1);
+// An ordinary tensor, which can be given the tag and have it taken away.
+bool can_be_guarded(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() &&
+         !tensor.is_inference() && !tensor.is_meta();
 }
 
-at::Device device_of(Place place) {
-  return place.kind == Place::Kind::accelerator
-             ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(place.index))
-             : at::Device(at::kCPU);
+bool has_class(const ModuleNode& node, const std::string& type) {
+  return is_module_type(node.type, type) ||
+         std::any_of(node.children.begin(), node.children.end(),
+                     [&](const ModuleNode& child) { return has_class(child, type); });
 }
 
-void check_device(at::Device device) {
-  const int devices = cuda_device_count();
-  if (!device.is_cuda() || device.index() < devices) return;
-  throw ConfigError(text::concat("Weights are to be computed with on ", device.str(),
-                                 ", and this machine has ", accelerators_text(devices), "."));
+bool has_several_places(const DeviceMap& map) {
+  return std::any_of(map.begin(), map.end(),
+                     [&](const auto& entry) { return entry.second != map.front().second; });
 }
 
-at::Device choose_main_device(const DeviceMap& map, const OffloadOptions& options) {
-  const int devices = cuda_device_count();
-  std::optional<at::Device> first;
-  for (const auto& [name, place] : map) {
-    if (place.kind != Place::Kind::accelerator) continue;
-    if (place.index >= devices) {
-      throw ConfigError(text::concat("The device map puts '", name, "' on the accelerator ",
-                                     place.index, ", and this machine has ",
-                                     accelerators_text(devices), "."));
-    }
-    if (!first || place.index < first->index()) first = device_of(place);
-  }
-  const at::Device main = options.main_device().value_or(first.value_or(at::Device(at::kCPU)));
-  check_device(main);
-  return main;
+constexpr const char* kHandleGone =
+    "A weight that was offloaded to disk was used after the handle of its module was destroyed: "
+    "what dispatch_model, disk_offload or load_checkpoint_and_dispatch returned. Keep the handle "
+    "for as long as the module is used, or call remove_offload() on it before. The module can be "
+    "loaded or dispatched again.";
+
+c10::IValue sent(const c10::IValue& value, at::Device device) {
+  return tree::map_value(value, [&](const at::Tensor& tensor) { return tensor.to(device); });
 }
 
 }  // namespace
+
+at::Device big_model::main_device(const DeviceMap& map, const OffloadOptions& options) {
+  check_places(map);
+  if (options.main_device()) return existing_device(*options.main_device());
+  std::optional<int> first;
+  for (const auto& [name, place] : map) {
+    if (place.kind == Place::Kind::accelerator)
+      first = std::min(first.value_or(place.index), place.index);
+  }
+  return first ? device_of(Place::accelerator(*first)) : at::Device(at::kCPU);
+}
 
 struct Dispatched::Impl {
   Impl(ModuleRecord record, DeviceMap given, OffloadOptions chosen);
@@ -85,10 +96,12 @@ struct Dispatched::Impl {
   bool is_offloaded(const NamedTensor& entry, bool is_buffer) const;
   std::string stored_name(const NamedTensor& entry) const;
   void settle(const NamedTensor& entry, bool is_buffer);
-  void write_to_disk();
+  void lock_folders();
   std::vector<intercept::UnitPlan> units() const;
   void refuse_training(const NamedTensor& entry);
   void release_hooks();
+  void guard_the_rest();
+  void release_guards();
 
   ModuleRecord module;
   DeviceMap map;
@@ -98,6 +111,8 @@ struct Dispatched::Impl {
   std::unordered_map<std::string, std::vector<std::string>> tied;  // by first name
   std::vector<NamedTensor> offloaded, to_write;
   std::vector<NamedTensor> refusing;
+  std::vector<at::Tensor> guarded;
+  std::vector<big_model::FolderLock> folders;  // with files that weights come from
   std::unique_ptr<OffloadResidency> residency;
   std::unique_ptr<Engine> engine;
   std::unique_ptr<big_model::AlignDevices> align;
@@ -107,13 +122,33 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
     : module(std::move(record)),
       map(std::move(given)),
       options(std::move(chosen)),
-      main(choose_main_device(map, options)),
+      main(big_model::main_device(map, options)),
       store(options.weights()) {
   check_device_map(model_tree(module), map);
   if (options.resident_limit() < 0 || options.prefetch() < 0)
     throw ConfigError("OffloadOptions::resident_limit and prefetch cannot be negative.");
-  for (const auto& names : module.tied()) tied[names.front()] = names;
-  if (!options.offload_dir().empty()) {
+  for (const std::string& type : options.preload_module_classes()) {
+    if (has_class(module.root(), type)) continue;
+    throw ConfigError(text::concat("OffloadOptions::preload_module_classes names '", type,
+                                   "', and the module has nothing of that class."));
+  }
+  for (const auto& names : module.tied()) {
+    tied[names.front()] = names;
+    for (const std::string& name : names) {
+      if (place_for(name) == place_for(names.front())) continue;
+      log::warning(text::concat("'", names.front(), "' and '", name,
+                                "' are one weight, and the device map puts them on ",
+                                place_for(names.front()).text(), " and on ", place_for(name).text(),
+                                ". It goes to ", place_for(names.front()).text(), "."));
+      break;
+    }
+  }
+  const auto wants_values = [](const NamedTensor& entry) {
+    return entry.tensor.is_meta() && entry.tensor.numel() > 0;
+  };
+  if (!options.offload_dir().empty() &&
+      (std::any_of(module.parameters().begin(), module.parameters().end(), wants_values) ||
+       std::any_of(module.buffers().begin(), module.buffers().end(), wants_values))) {
     const auto index = options.offload_dir() / "index.json";
     if (std::filesystem::exists(index)) {
       const WeightStore there = WeightStore::open(index);
@@ -127,7 +162,8 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   std::vector<std::string> empty, with_gradient;
   const auto check = [&](const NamedTensor& entry, bool is_buffer) {
     const std::string stored = stored_name(entry);
-    if (intercept::is_tagged(entry.tensor)) {
+    // A tagged one without memory was left behind by a handle.
+    if (intercept::is_tagged(entry.tensor) && !entry.tensor.is_meta()) {
       throw StateError(text::concat("'", entry.name,
                                     "' is sharded or offloaded already. A module is dispatched "
                                     "once; call remove_offload() before it is dispatched again."));
@@ -179,8 +215,11 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
     to_write.clear();
   }
   residency = std::make_unique<OffloadResidency>(main, store);
+  lock_folders();
   for (const NamedTensor& entry : module.parameters()) settle(entry, false);
   for (const NamedTensor& entry : module.buffers()) settle(entry, true);
+
+  if (offloaded.empty()) folders.clear();
 
   bool elsewhere = !main.is_cpu();
   for (const NamedTensor& entry : module.parameters())
@@ -209,6 +248,23 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
     weights.insert(weights.end(), module.buffers().begin(), module.buffers().end());
     align = std::make_unique<big_model::AlignDevices>(weights);
   }
+  if (engine || has_several_places(map)) guard_the_rest();
+}
+
+// So that a module that is told to move refuses at its first tensor, with none changed.
+void Dispatched::Impl::guard_the_rest() {
+  for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
+    for (const auto& [name, tensor] : *tensors) {
+      if (intercept::is_tagged(tensor) || !can_be_guarded(tensor)) continue;
+      intercept::guard(tensor, true);
+      guarded.push_back(tensor);
+    }
+  }
+}
+
+void Dispatched::Impl::release_guards() {
+  for (const at::Tensor& tensor : guarded) intercept::guard(tensor, false);
+  guarded.clear();
 }
 
 bool Dispatched::Impl::is_offloaded(const NamedTensor& entry, bool is_buffer) const {
@@ -227,6 +283,16 @@ std::string Dispatched::Impl::stored_name(const NamedTensor& entry) const {
     }
   }
   return {};
+}
+
+// Nobody else writes to the folders that weights come from.
+void Dispatched::Impl::lock_folders() {
+  std::set<std::filesystem::path> used;
+  for (const auto& [name, entry] : store.entries()) {
+    if (entry.file.extension() == ".dat") used.insert(entry.file.parent_path());
+  }
+  for (const std::filesystem::path& folder : used)
+    folders.emplace_back(folder, big_model::FolderLock::Kind::use);
 }
 
 // Says where an offloaded weight is from now on, and sends one that stays to its device.
@@ -251,6 +317,11 @@ void Dispatched::Impl::settle(const NamedTensor& entry, bool is_buffer) {
   Source source;
   if (place == Place::disk()) {
     source.stored_as = stored_name(entry);
+    if (intercept::is_tagged(entry.tensor)) {
+      intercept::replace_data(
+          entry.tensor,
+          at::empty_strided(entry.tensor.sizes(), entry.tensor.strides(), entry.tensor.options()));
+    }
   } else {
     source.home = values(at::kCPU);
     if (!main.is_cpu() && !source.home.is_pinned()) source.home = source.home.pin_memory();
@@ -286,13 +357,10 @@ std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
     into.insert(into.end(), node.buffers.begin(), node.buffers.end());
     for (const ModuleNode& child : node.children) self(self, child, into);
   };
-  std::unordered_set<std::string> met;
   const auto walk = [&](const auto& self, const ModuleNode& node) -> void {
     bool whole = false;
     for (const std::string& type : options.preload_module_classes()) {
-      if (!is_module_type(node.type, type)) continue;
-      met.insert(type);
-      whole = true;
+      whole = whole || is_module_type(node.type, type);
     }
     std::vector<NamedTensor> tensors;
     if (whole) {
@@ -305,20 +373,13 @@ std::vector<intercept::UnitPlan> Dispatched::Impl::units() const {
     for (const ModuleNode& child : node.children) self(self, child);
   };
   walk(walk, module.root());
-  for (const std::string& type : options.preload_module_classes()) {
-    if (!met.contains(type)) {
-      throw ConfigError(text::concat("OffloadOptions::preload_module_classes names '", type,
-                                     "', and the module has nothing of that class."));
-    }
-  }
   return plans;
 }
 
 void Dispatched::Impl::refuse_training(const NamedTensor& entry) {
-  if (torch::autograd::impl::post_acc_grad_hooks(entry.tensor) != nullptr)
-    return;  // the user's own
   auto hook = std::make_unique<RefuseGradient>();
   hook->name = entry.name;
+  hook->instead = std::move(torch::autograd::impl::post_acc_grad_hooks(entry.tensor));
   torch::autograd::impl::set_post_acc_grad_hooks(entry.tensor, std::move(hook));
   refusing.push_back(entry);
 }
@@ -326,7 +387,8 @@ void Dispatched::Impl::refuse_training(const NamedTensor& entry) {
 void Dispatched::Impl::release_hooks() {
   for (const NamedTensor& entry : refusing) {
     auto& hook = torch::autograd::impl::post_acc_grad_hooks(entry.tensor);
-    if (dynamic_cast<RefuseGradient*>(hook.get()) != nullptr) hook.reset();
+    if (auto* const refusing_one = dynamic_cast<RefuseGradient*>(hook.get()))
+      hook = std::exchange(refusing_one->instead, nullptr);
   }
   refusing.clear();
 }
@@ -335,12 +397,15 @@ Dispatched::Dispatched(ModuleRecord module, DeviceMap map, OffloadOptions option
     : impl_(std::make_unique<Impl>(std::move(module), std::move(map), std::move(options))) {}
 
 Dispatched::~Dispatched() {
+  impl_->release_guards();
   if (!impl_->engine) return;
   const Quiet quiet;
   impl_->release_hooks();
   for (const NamedTensor& entry : impl_->offloaded) {
     const Source& source = impl_->residency->source(entry.tensor);
-    if (source.home.defined()) intercept::replace_data(entry.tensor, source.home);
+    intercept::replace_data(entry.tensor, source.home.defined()
+                                              ? source.home
+                                              : intercept::given_up(entry.tensor, kHandleGone));
   }
 }
 
@@ -364,7 +429,11 @@ void Dispatched::reset_statistics() {
 void Dispatched::track(tracking::MemoryTracker* tracker) { impl_->residency->track(tracker); }
 
 void Dispatched::remove_offload() {
-  if (!impl_->engine) return;
+  if (!impl_->engine) {
+    impl_->release_guards();
+    impl_->align.reset();
+    return;
+  }
   std::int64_t needed = 0;
   for (const NamedTensor& entry : impl_->offloaded) {
     if (!impl_->residency->source(entry.tensor).home.defined())
@@ -380,11 +449,13 @@ void Dispatched::remove_offload() {
   std::vector<at::Tensor> values;
   for (const NamedTensor& entry : impl_->offloaded)
     values.push_back(impl_->residency->whole(entry.tensor));
+  impl_->release_guards();
   impl_->release_hooks();
   for (std::size_t i = 0; i < values.size(); ++i)
     intercept::replace_data(impl_->offloaded[i].tensor, values[i]);
   impl_->engine.reset();
   impl_->align.reset();
+  impl_->folders.clear();
 }
 
 struct Dispatched::Forward::State {
@@ -392,10 +463,12 @@ struct Dispatched::Forward::State {
   bool inference;
   std::optional<at::Device> input;
   std::optional<intercept::Region> region;
+  int exceptions;  // on their way when it began
 };
 
 Dispatched::Forward::Forward(Dispatched& module)
-    : state_(new State{module.impl_.get(), !at::GradMode::is_enabled(), {}, {}}) {
+    : state_(new State{
+          module.impl_.get(), !at::GradMode::is_enabled(), {}, {}, std::uncaught_exceptions()}) {
   Impl& impl = *state_->module;
   if (impl.engine) {
     // A pass is a forward, with the backward that may follow it: it ends when the next begins.
@@ -413,7 +486,9 @@ Dispatched::Forward::~Forward() {
     if (state_->inference) impl.engine->end_pass();
     impl.residency->rest();
   } catch (const std::exception& error) {
-    // Weights that were fetched ahead and not used. The forward is over.
+    // Weights that were fetched ahead and not used. The forward is over, or ends with an error that
+    // says the same.
+    if (std::uncaught_exceptions() > state_->exceptions) return;
     log::warning(text::concat("After the forward of a dispatched module: ", describe(error)));
   }
 }
@@ -422,14 +497,23 @@ void Dispatched::Forward::sees(const at::Tensor& input) {
   if (!state_->input && input.defined()) state_->input = input.device();
 }
 
-at::Tensor Dispatched::Forward::back(at::Tensor result) const {
-  if (!state_->module->align || !state_->input || !result.defined()) return result;
+void Dispatched::Forward::sees(const c10::IValue& input) {
+  input.visit([&](const c10::IValue& value) {
+    if (value.isTensor()) sees(value.toTensor());
+    return false;
+  });
+}
+
+bool Dispatched::Forward::moves() const { return state_->module->align && state_->input; }
+
+at::Tensor Dispatched::Forward::back(const at::Tensor& result) const {
   const intercept::Below below;
   return result.to(*state_->input);
 }
 
-c10::IValue Dispatched::Forward::back(c10::IValue result) const {
-  return result.isTensor() ? c10::IValue(back(result.toTensor())) : result;
+c10::IValue Dispatched::Forward::back(const c10::IValue& result) const {
+  const intercept::Below below;
+  return sent(result, *state_->input);
 }
 
 struct CpuOffloadHook::State {
@@ -442,9 +526,17 @@ struct CpuOffloadHook::State {
 
 CpuOffloadHook::CpuOffloadHook(ModuleRecord module, at::Device execution_device,
                                std::optional<CpuOffloadHook> previous)
-    : state_(new State{std::move(module), execution_device, std::move(previous)}) {
-  check_device(execution_device);
+    : state_(new State{std::move(module), big_model::existing_device(execution_device),
+                       std::move(previous)}) {
   state_->module.to(at::kCPU);
+}
+
+at::Tensor CpuOffloadHook::sent(const at::Tensor& input) const {
+  return state_->removed ? input : input.to(state_->device);
+}
+
+c10::IValue CpuOffloadHook::sent(const c10::IValue& input) const {
+  return state_->removed ? input : accelerate::sent(input, state_->device);
 }
 
 void CpuOffloadHook::bring() const {

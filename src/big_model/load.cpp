@@ -6,7 +6,9 @@
 #include <accelerate/core/memory.hpp>
 #include <base/in_threads.hpp>
 #include <big_model/checkpoint_source.hpp>
+#include <big_model/devices.hpp>
 #include <big_model/huge_pages.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
 
@@ -28,6 +30,7 @@ namespace accelerate {
 namespace {
 
 using big_model::CheckpointSource;
+using big_model::device_of;
 
 // Read in pieces of this size, so that threads share a large weight and small ones cost little.
 constexpr std::int64_t kPieceBytes = std::int64_t{16} << 20;
@@ -42,8 +45,8 @@ struct Weight {
 
 struct Piece {
   const Weight* weight;
-  at::Tensor rows;
-  std::int64_t begin, end;
+  std::int64_t begin;  // in elements
+  at::Tensor part;
   bool mapped;
 };
 
@@ -51,9 +54,9 @@ struct Piece {
 // be a signal.
 void read_pages(const Piece& piece, const std::filesystem::path& path) {
   static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(piece.rows.const_data_ptr());
+  const auto begin = reinterpret_cast<std::uintptr_t>(piece.part.const_data_ptr());
   const std::uintptr_t from = begin / page * page;
-  const std::uintptr_t to = (begin + piece.rows.nbytes() + page - 1) / page * page;
+  const std::uintptr_t to = (begin + piece.part.nbytes() + page - 1) / page * page;
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14
   if (madvise(reinterpret_cast<void*>(from), to - from, kPopulateRead) == 0) return;
   if (errno == EINVAL) {
@@ -66,10 +69,16 @@ void read_pages(const Piece& piece, const std::filesystem::path& path) {
       path.string());
 }
 
-at::Device device_of(Place place) {
-  return place.kind == Place::Kind::accelerator
-             ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(place.index))
-             : at::Device(at::kCPU);
+// Modules that stay in float32 are named by a part of their path.
+at::ScalarType dtype_for(const std::string& name, at::ScalarType own, const LoadOptions& options) {
+  const auto& wanted = options.dtype();
+  if (!wanted || !c10::isFloatingType(own)) return own;
+  if (*wanted == at::kHalf || *wanted == at::kBFloat16) {
+    for (const std::string& key : options.keep_in_fp32_modules()) {
+      if (name == key || name.find(key + ".") != std::string::npos) return at::kFloat;
+    }
+  }
+  return *wanted;
 }
 
 std::string bytes_text(std::int64_t bytes) { return text::format_bytes(bytes); }
@@ -80,6 +89,7 @@ class Loader {
          const LoadOptions& options, bool offload_buffers)
       : module_(module), path_(path), map_(map), options_(options), source_(path) {
     check_device_map(model_tree(module), map);
+    big_model::check_places(map);
     for (const auto& names : module.tied()) tied_[names.front()] = names;
     for (const NamedTensor& entry : module.parameters()) match(entry, false, offload_buffers);
     for (const NamedTensor& entry : module.buffers()) match(entry, true, offload_buffers);
@@ -135,7 +145,8 @@ class Loader {
 
  private:
   void match(const NamedTensor& entry, bool is_buffer, bool offload_buffers) {
-    if (intercept::is_tagged(entry.tensor)) {
+    // A tagged one without memory was left behind by a handle.
+    if (intercept::is_tagged(entry.tensor) && !entry.tensor.is_meta()) {
       throw StateError(
           text::concat("'", entry.name,
                        "' is sharded or offloaded. Load a checkpoint before the module "
@@ -146,8 +157,14 @@ class Loader {
     std::string stored;
     for (const std::string& name : names) {
       if (!source_.contains(name)) continue;
-      if (stored.empty()) stored = name;
       used_.insert(name);
+      if (stored.empty()) {
+        stored = name;
+      } else if (!source_.are_equal(stored, name)) {
+        log::warning(text::concat(
+            "The checkpoint ", path_, " has different values for '", stored, "' and '", name,
+            "', which are one weight of the module. It gets those of '", stored, "'."));
+      }
     }
     if (stored.empty()) {
       report_.missing.push_back(entry.name);
@@ -158,22 +175,19 @@ class Loader {
                                           "] in the checkpoint and [",
                                           text::join(entry.tensor.sizes()), "] in the module"));
     }
-    Weight weight{entry, stored, dtype_for(entry), *place_of(map_, entry.name)};
+    if (c10::isFloatingType(source_.dtype(stored)) &&
+        c10::isIntegralType(entry.tensor.scalar_type(), /*includeBool=*/true)) {
+      differences_.push_back(text::concat("'", stored, "' is ", source_.dtype(stored),
+                                          " in the checkpoint and ", entry.tensor.scalar_type(),
+                                          " in the module, which would lose what is no whole "
+                                          "number"));
+    }
+    Weight weight{entry, stored, dtype_for(entry.name, entry.tensor.scalar_type(), options_),
+                  *place_of(map_, entry.name)};
     if (is_buffer && !offload_buffers && weight.place == Place::disk()) weight.place = Place::cpu();
     weight.fill_in_place = weight.dtype == entry.tensor.scalar_type() &&
                            entry.tensor.device() == device_of(weight.place);
     weights_.push_back(std::move(weight));
-  }
-
-  at::ScalarType dtype_for(const NamedTensor& entry) const {
-    const auto& wanted = options_.dtype();
-    if (!wanted || !entry.tensor.is_floating_point()) return entry.tensor.scalar_type();
-    if (*wanted == at::kHalf || *wanted == at::kBFloat16) {
-      for (const std::string& key : options_.keep_in_fp32_modules()) {
-        if (entry.name == key || entry.name.find(key + ".") != std::string::npos) return at::kFloat;
-      }
-    }
-    return *wanted;
   }
 
   void refuse_differences() const {
@@ -229,8 +243,7 @@ class Loader {
             const Weight& weight = *by_name.at(entry.name);
             at::Tensor values = at::empty(entry.tensor.sizes(), at::TensorOptions(weight.dtype));
             if (values.numel() == 0) return values;
-            source_.read_rows(weight.stored_as, 0, values.dim() == 0 ? 1 : values.size(0),
-                              values.dim() == 0 ? values.unsqueeze(0) : values);
+            source_.read(weight.stored_as, 0, values);
             report_.bytes += stored_bytes(weight, values.numel());
             if (bar_) bar_->set(report_.bytes);
             return values;
@@ -260,14 +273,10 @@ class Loader {
 
   void cut(const Weight& weight, const at::Tensor& target, bool mapped,
            std::vector<Piece>& pieces) const {
-    if (target.numel() == 0) return;
-    const at::Tensor rows = target.dim() == 0 ? target.unsqueeze(0) : target;
-    const std::int64_t row_bytes = static_cast<std::int64_t>(target.nbytes()) / rows.size(0);
-    const std::int64_t step = std::max<std::int64_t>(1, kPieceBytes / row_bytes);
-    for (std::int64_t row = 0; row < rows.size(0); row += step) {
-      const std::int64_t count = std::min(step, rows.size(0) - row);
-      pieces.push_back({&weight, rows.narrow(0, row, count), row, row + count, mapped});
-    }
+    big_model::for_parts(target, kPieceBytes / static_cast<std::int64_t>(target.element_size()),
+                         [&](std::int64_t begin, const at::Tensor& part) {
+                           pieces.push_back({&weight, begin, part, mapped});
+                         });
   }
 
   void read(const std::vector<Piece>& pieces) {
@@ -283,11 +292,11 @@ class Loader {
             const intercept::Quiet quiet;
             const Piece& piece = pieces[i];
             if (piece.mapped) {
-              read_pages(piece, path_);
+              read_pages(piece, source_.file(piece.weight->stored_as));
             } else {
-              source_.read_rows(piece.weight->stored_as, piece.begin, piece.end, piece.rows);
+              source_.read(piece.weight->stored_as, piece.begin, piece.part);
             }
-            done += stored_bytes(*piece.weight, piece.rows.numel());
+            done += stored_bytes(*piece.weight, piece.part.numel());
           };
         },
         bar_ ? std::function<void()>(watch) : nullptr);
@@ -332,10 +341,29 @@ LoadReport load_checkpoint_in_model(const ModuleRecord& module,
 
 DeviceMap device_map_for(const ModuleRecord& module, const std::string& name,
                          const LoadOptions& options) {
+  const auto& given = options.max_memory();
+  if (given) {
+    for (const auto& [place, bytes] : *given)
+      big_model::check_place(place, "LoadOptions::max_memory has a limit for");
+  }
   SizeOptions sizes;
-  if (options.dtype()) sizes.dtype(element_type(*options.dtype()));
+  if (options.dtype()) {
+    sizes.dtype(element_type(*options.dtype()));
+    SpecialDtypes kept;
+    for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
+      for (const auto& [path, tensor] : *tensors) {
+        const at::ScalarType dtype = dtype_for(path, tensor.scalar_type(), options);
+        if (dtype != *options.dtype() && c10::isFloatingType(dtype))
+          kept.emplace_back(path, element_type(dtype));
+      }
+    }
+    sizes.special_dtypes(std::move(kept));
+  }
+  const auto available = [&] {
+    return name == "sequential" ? get_max_memory() : big_model::leave_room(get_max_memory());
+  };
   return named_device_map(
-      name, model_tree(module), options.max_memory().value_or(get_max_memory()),
+      name, model_tree(module), given ? *given : available(),
       DeviceMapOptions().no_split_module_classes(options.no_split_module_classes()).sizes(sizes));
 }
 

@@ -2,12 +2,14 @@
 #include <accelerate/base/text.hpp>
 #include <big_model/huge_pages.hpp>
 #include <big_model/offload_residency.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <exception>
 
 namespace accelerate::big_model {
 
@@ -40,33 +42,58 @@ at::Tensor OffloadResidency::whole(const at::Tensor& weight) const {
 }
 
 std::vector<OffloadResidency::Piece> OffloadResidency::cut(const Unit& unit,
+                                                           const at::Tensor& buffer,
                                                            std::int64_t most_bytes) const {
   std::vector<Piece> pieces;
   for (const UnitParameter& weight : unit.parameters()) {
-    const std::int64_t rows = weight.parameter.dim() == 0 ? 1 : weight.parameter.size(0);
-    const std::int64_t row_bytes = static_cast<std::int64_t>(weight.parameter.nbytes()) / rows;
-    const std::int64_t step = std::max<std::int64_t>(1, most_bytes / row_bytes);
-    for (std::int64_t row = 0; row < rows; row += step)
-      pieces.push_back({&weight, row, std::min(row + step, rows)});
+    const Source& from = source(weight.parameter);
+    for_parts(Unit::over(buffer, weight),
+              most_bytes / static_cast<std::int64_t>(buffer.element_size()),
+              [&](std::int64_t begin, const at::Tensor& part) {
+                pieces.push_back({&from, begin, part});
+              });
   }
   return pieces;
 }
 
-void OffloadResidency::fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files) {
-  const auto rows_of = [&](const at::Tensor& weight) {
-    return weight.dim() == 0 ? weight.unsqueeze(0)
-                             : weight.narrow(0, piece.begin, piece.end - piece.begin);
-  };
-  const Source& from = source(piece.weight->parameter);
-  const at::Tensor rows = rows_of(Unit::over(buffer, *piece.weight));
-  if (from.home.defined()) {
-    rows.copy_(rows_of(from.home), /*non_blocking=*/true);
+void OffloadResidency::fill(const Piece& piece, OpenFiles& files) {
+  const auto& [from, begin, part] = piece;
+  if (from->home.defined()) {
+    part.copy_(same_part(from->home, begin, part), /*non_blocking=*/true);
     return;
   }
-  const WeightStore::Entry& stored = *store_.find(from.stored_as);
-  stored.read_rows(files.at(stored.file), from.stored_as, piece.begin, piece.end, rows);
+  const WeightStore::Entry& stored = *store_.find(from->stored_as);
+  const io::File* file = nullptr;
+  try {
+    file = &files.at(stored.file);
+  } catch (const CheckpointError&) {
+    std::throw_with_nested(CheckpointError(
+        text::concat("The offloaded weight '", from->stored_as, "' cannot be read: the file ",
+                     stored.file,
+                     " cannot be opened any more. It must stay where it is while the module is "
+                     "used; put it back, or load the module again."),
+        stored.file.string()));
+  }
+  stored.read(*file, from->stored_as, begin, part);
   const std::lock_guard lock(mutex_);
-  counts_.read_bytes += rows.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
+  counts_.read_bytes += part.numel() * static_cast<std::int64_t>(c10::elementSize(stored.dtype));
+}
+
+std::shared_ptr<Bringer::Job> OffloadResidency::start_job(const Unit& unit,
+                                                          const at::Tensor& buffer) {
+  // Opened anew for each unit, so that a file that is another by now is found out.
+  auto files = std::make_shared<OpenFiles>();
+  if (device_.is_cpu()) {
+    auto pieces = cut(unit, buffer, kPieceBytes);
+    const std::size_t count = pieces.size();
+    return bringer_.start(count, [this, files, pieces = std::move(pieces)](std::size_t i) {
+      fill(pieces[i], *files);
+    });
+  }
+  auto pieces = cut(unit, buffer, unit.storage().bytes());
+  return bringer_.start(1, [this, files, pieces = std::move(pieces)](std::size_t) {
+    for (const Piece& piece : pieces) fill(piece, *files);
+  });
 }
 
 at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
@@ -88,21 +115,7 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
     use_huge_pages(buffer);
   }
   const auto asked = Clock::now();
-  // Opened anew for each unit, so that a file that is another by now is found out.
-  auto files = std::make_shared<OpenFiles>();
-  std::shared_ptr<Bringer::Job> job;
-  if (device_.is_cpu()) {
-    auto pieces = cut(unit, kPieceBytes);
-    const std::size_t count = pieces.size();
-    job = bringer_.start(count, [this, buffer, files, pieces = std::move(pieces)](std::size_t i) {
-      fill(pieces[i], buffer, *files);
-    });
-  } else {
-    auto pieces = cut(unit, unit.storage().bytes());
-    job = bringer_.start(1, [this, buffer, files, pieces = std::move(pieces)](std::size_t) {
-      for (const Piece& piece : pieces) fill(piece, buffer, *files);
-    });
-  }
+  auto job = start_job(unit, buffer);
   const std::lock_guard lock(mutex_);
   jobs_[unit.index()] = std::move(job);
   counts_.brought_bytes += unit.storage().bytes();
@@ -114,14 +127,19 @@ at::Tensor OffloadResidency::start_bring(const Unit& unit, at::Tensor reuse) {
   return buffer;
 }
 
-void OffloadResidency::finish_bring(const Unit& unit, const at::Tensor&) {
+void OffloadResidency::finish_bring(const Unit& unit, const at::Tensor& contents) {
   std::shared_ptr<Bringer::Job> job;
   {
     const std::lock_guard lock(mutex_);
     job = std::move(jobs_.at(unit.index()));
     jobs_.erase(unit.index());
   }
-  bringer_.finish(*job);
+  try {
+    bringer_.finish(*job);
+  } catch (const CheckpointError&) {
+    // It may have been fetched ahead long ago: what counts is how the file is now.
+    bringer_.finish(*start_job(unit, contents));
+  }
   const std::lock_guard lock(mutex_);
   if (const auto visit = visits_.find(unit.index()); visit != visits_.end())
     visit->second.used = Clock::now();
@@ -151,17 +169,17 @@ void OffloadResidency::repointed(const Unit& unit) {
       "' be given other data. Call remove_offload() first, or dispatch it with another map."));
 }
 
-void OffloadResidency::write_back(const Unit& unit, const UnitParameter& parameter,
+void OffloadResidency::will_write(const Unit&, const UnitParameter& parameter) {
+  if (source(parameter.parameter).home.defined()) return;
+  throw StateError(text::concat(
+      "The weight '", parameter.name,
+      "' was about to be written to, and it is offloaded to disk, where weights are only read. "
+      "Keep it on the CPU or on a device, or call remove_offload() before it is changed."));
+}
+
+void OffloadResidency::write_back(const Unit&, const UnitParameter& parameter,
                                   const at::Tensor& contents) {
-  const Source& from = source(parameter.parameter);
-  if (!from.home.defined()) {
-    throw StateError(
-        text::concat("The weight '", parameter.name,
-                     "' was written to, and it is offloaded to disk, where weights are only read. "
-                     "Keep it on the "
-                     "CPU or on a device, or call remove_offload() before it is changed."));
-  }
-  from.home.copy_(Unit::over(contents, parameter));
+  source(parameter.parameter).home.copy_(Unit::over(contents, parameter));
 }
 
 at::Tensor OffloadResidency::bring_full(const Unit& unit) {

@@ -38,6 +38,7 @@ class OffloadResidency final : public intercept::Residency {
   /// Gives back the memory that is kept for the next weights, and tells the tracker what is over.
   void rest();
   void repointed(const intercept::Unit& unit) override;
+  void will_write(const intercept::Unit& unit, const intercept::UnitParameter& parameter) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
                   const at::Tensor& contents) override;
   at::Tensor bring_full(const intercept::Unit& unit) override;
@@ -60,13 +61,16 @@ class OffloadResidency final : public intercept::Residency {
     std::chrono::steady_clock::time_point asked, used, gone;
     bool over = false;
   };
-  // Rows of a weight.
+  // Elements of a weight from `begin` on, in the buffer they are brought to.
   struct Piece {
-    const intercept::UnitParameter* weight;
-    std::int64_t begin, end;
+    const Source* from;
+    std::int64_t begin;
+    at::Tensor part;
   };
-  std::vector<Piece> cut(const intercept::Unit& unit, std::int64_t most_bytes) const;
-  void fill(const Piece& piece, const at::Tensor& buffer, OpenFiles& files);
+  std::vector<Piece> cut(const intercept::Unit& unit, const at::Tensor& buffer,
+                         std::int64_t most_bytes) const;
+  void fill(const Piece& piece, OpenFiles& files);
+  std::shared_ptr<Bringer::Job> start_job(const intercept::Unit& unit, const at::Tensor& buffer);
   void report(Visit& visit);
 
   at::Device device_;

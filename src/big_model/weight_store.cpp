@@ -5,7 +5,10 @@
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/io/file.hpp>
 #include <accelerate/io/safetensors.hpp>
+#include <big_model/folder_lock.hpp>
+#include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
+#include <io/system_error.hpp>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -14,6 +17,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstdio>
 #include <limits>
 
 namespace accelerate {
@@ -22,7 +27,9 @@ namespace {
 namespace fs = std::filesystem;
 namespace safetensors = io::safetensors;
 
-constexpr std::int64_t kStagingBytes = std::int64_t{4} << 20;
+// Small beside the weights, and large enough for a read to cost nothing.
+constexpr std::int64_t kStagingBytes = std::int64_t{128} << 10;
+constexpr std::int64_t kStagingBytesForDevices = std::int64_t{4} << 20;
 
 // numpy's names of dtypes, in which the original's index is written; the last two kinds numpy does
 // not know and the original writes by torch's name.
@@ -71,9 +78,9 @@ void add_collection(WeightStore& store, const fs::path& path) {
   const safetensors::Collection files(path);
   for (const auto& [name, entry] : files.tensors()) {
     const safetensors::Header& header = entry.reader->header();
-    store.add(name,
-              {entry.reader->path(), header.data_offset() + entry.info->begin, header.file_bytes(),
-               checkpoints::tensor_dtype(entry.info->dtype), entry.info->shape});
+    store.add(name, {entry.reader->path(), header.data_offset() + entry.info->begin,
+                     entry.reader->file()->stamp(), checkpoints::tensor_dtype(entry.info->dtype),
+                     entry.info->shape});
   }
   // A name that is tied to another is in the metadata only, under the name that has the bytes.
   for (const auto& reader : files.readers()) {
@@ -82,6 +89,21 @@ void add_collection(WeightStore& store, const fs::path& path) {
         store.add(name, *store.find(stored));
     }
   }
+}
+
+// Nothing when it can be.
+std::string not_a_file_name(const std::string& weight) {
+  if (weight.find('/') == std::string::npos && !weight.empty() && !weight.starts_with('.'))
+    return {};
+  return text::concat("has the weight '", weight, "', which cannot be the name of a file.");
+}
+
+bool can_be_counted(const WeightStore::Entry& entry) {
+  std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(entry.dtype));
+  for (const std::int64_t size : entry.shape) {
+    if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
+  }
+  return true;
 }
 
 void add_folder(WeightStore& store, const fs::path& index_path) {
@@ -102,24 +124,29 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
       if (value.contains("safetensors_file")) {
         const fs::path file = folder / value.at("safetensors_file").get<std::string>();
         const std::string weight = value.value("weight_name", name);
+        const io::FileStamp stamp = io::File::open(file).stamp();
         const safetensors::Header header = safetensors::Header::read(file);
         const safetensors::TensorInfo* info = header.find(weight);
         if (info == nullptr)
           refuse(text::concat("says that '", weight, "' is in ", file, ", and it is not."));
-        store.add(name, {file, header.data_offset() + info->begin, header.file_bytes(),
+        store.add(name, {file, header.data_offset() + info->begin, stamp,
                          checkpoints::tensor_dtype(info->dtype), info->shape});
         continue;
       }
-      WeightStore::Entry entry{folder / (name + ".dat"), 0, 0,
+      if (const std::string why = not_a_file_name(name); !why.empty()) refuse(why);
+      WeightStore::Entry entry{folder / (name + ".dat"),
+                               0,
+                               {},
                                dtype_of(value.at("dtype").get<std::string>(), index_path),
                                value.at("shape").get<std::vector<std::int64_t>>()};
       if (std::any_of(entry.shape.begin(), entry.shape.end(), [](auto size) { return size < 0; }))
         refuse(text::concat("gives '", name, "' a negative dimension."));
-      entry.file_bytes = static_cast<std::uint64_t>(entry.bytes());
-      const std::uint64_t found = io::File::open(entry.file).size();
-      if (found != entry.file_bytes) {
-        refuse(text::concat("says that '", name, "' has ", entry.file_bytes, " bytes, and ",
-                            entry.file, " has ", found, "."));
+      if (!can_be_counted(entry))
+        refuse(text::concat("gives '", name, "' more elements than can be counted."));
+      entry.stamp = io::File::open(entry.file).stamp();
+      if (entry.stamp.bytes != static_cast<std::uint64_t>(entry.bytes())) {
+        refuse(text::concat("says that '", name, "' has ", entry.bytes(), " bytes, and ",
+                            entry.file, " has ", entry.stamp.bytes, "."));
       }
       store.add(name, std::move(entry));
     } catch (const Json::exception&) {
@@ -128,8 +155,32 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
   }
 }
 
-std::int64_t rows_of(const std::vector<std::int64_t>& shape) {
-  return shape.empty() ? 1 : shape[0];
+std::string what_changed(const io::FileStamp& before, const io::FileStamp& now) {
+  if (now.device != before.device || now.inode != before.inode)
+    return "was replaced by another file";
+  if (now.bytes != before.bytes)
+    return text::concat("had ", before.bytes, " bytes and now has ", now.bytes);
+  return "was written to";
+}
+
+// Never written to in place: whoever has the old file open keeps its values, and whoever finds the
+// new one under its name can tell.
+io::FileStamp replace_file(const fs::path& path, const at::Tensor& contents) {
+  fs::path partial = path;
+  partial += ".partial";
+  try {
+    io::File file = io::File::create(partial);
+    file.write(contents.const_data_ptr(), contents.nbytes(), 0);
+    const io::FileStamp stamp = file.stamp();
+    file.close();
+    if (std::rename(partial.c_str(), path.c_str()) != 0)
+      io::throw_system(errno, path, "Could not rename ", partial.string(), " to ", path.string());
+    return stamp;
+  } catch (...) {
+    std::error_code ignored;  // the first error is the one to report
+    fs::remove(partial, ignored);
+    throw;
+  }
 }
 
 }  // namespace
@@ -175,48 +226,38 @@ void WeightStore::read(std::string_view name, const at::Tensor& tensor) const {
                      ", and [", text::join(tensor.sizes()), "] in the module."),
         entry.file.string());
   }
-  const at::Tensor rows = entry.shape.empty() ? tensor.unsqueeze(0) : tensor;
-  read_rows(name, 0, rows_of(entry.shape), rows);
+  entry.read(io::File::open(entry.file), name, 0, tensor);
 }
 
-void WeightStore::read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
-                            const at::Tensor& tensor) const {
-  const Entry& entry = at(name);
-  entry.read_rows(io::File::open(entry.file), name, begin, end, tensor);
-}
-
-void WeightStore::Entry::read_rows(const io::File& opened, std::string_view name,
-                                   std::int64_t begin, std::int64_t end,
-                                   const at::Tensor& tensor) const {
+void WeightStore::Entry::read(const io::File& opened, std::string_view name, std::int64_t begin,
+                              const at::Tensor& tensor) const {
   const intercept::Quiet quiet;
-  if (const std::uint64_t now = opened.size(); now != file_bytes) {
+  if (const io::FileStamp now = opened.stamp(); now != stamp) {
     throw CheckpointError(
-        text::concat("The file ", file, " of the offloaded weight '", name, "' had ", file_bytes,
-                     " bytes when it was opened and now has ", now,
-                     ". It must stay as it is while the module is used; load the module again."),
+        text::concat("The file ", file, " of the offloaded weight '", name, "' ",
+                     what_changed(stamp, now),
+                     " since it was opened. It must stay as it is while the module is used; put "
+                     "back what was there, or load the module again."),
         file.string());
   }
   if (tensor.numel() == 0) return;
-  const std::int64_t row_bytes = bytes() / rows_of(shape);
-  const std::uint64_t first = offset + static_cast<std::uint64_t>(begin * row_bytes);
+  const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
+  const auto at = [&](std::int64_t element) {
+    return offset + static_cast<std::uint64_t>((begin + element) * item);
+  };
   if (tensor.is_cpu() && tensor.scalar_type() == dtype && tensor.is_contiguous()) {
-    opened.read(tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.nbytes()), first);
+    opened.read(tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.nbytes()), at(0));
     return;
   }
   // Through a small buffer: to another dtype, device or order in memory.
-  const std::int64_t rows_at_once =
-      std::clamp<std::int64_t>(kStagingBytes / row_bytes, 1, end - begin);
-  std::vector<std::int64_t> sizes = tensor.sizes().vec();
-  sizes[0] = rows_at_once;
-  const at::Tensor staging =
-      at::empty(sizes, at::TensorOptions(dtype).pinned_memory(tensor.is_cuda()));
-  for (std::int64_t row = 0; row < end - begin; row += rows_at_once) {
-    const std::int64_t count = std::min(rows_at_once, end - begin - row);
-    const at::Tensor part = staging.narrow(0, 0, count);
-    opened.read(part.mutable_data_ptr(), static_cast<std::size_t>(count * row_bytes),
-                first + static_cast<std::uint64_t>(row * row_bytes));
-    tensor.narrow(0, row, count).copy_(part);
-  }
+  const std::int64_t most = (tensor.is_cpu() ? kStagingBytes : kStagingBytesForDevices) / item;
+  const at::Tensor staging = at::empty({std::min(most, tensor.numel())},
+                                       at::TensorOptions(dtype).pinned_memory(tensor.is_cuda()));
+  big_model::for_parts(tensor, most, [&](std::int64_t first, const at::Tensor& part) {
+    const at::Tensor staged = staging.narrow(0, 0, part.numel()).view(part.sizes());
+    opened.read(staged.mutable_data_ptr(), static_cast<std::size_t>(staged.nbytes()), at(first));
+    part.copy_(staged);
+  });
 }
 
 WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTensor>& tensors) {
@@ -233,6 +274,7 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
                                const std::function<at::Tensor(const NamedTensor&)>& values) {
   const intercept::Quiet quiet;
   io::make_folders(folder);
+  const big_model::FolderLock alone(folder, big_model::FolderLock::Kind::write);
   const fs::path index_path = fs::absolute(folder / "index.json");
   Json index = Json::object();
   if (fs::exists(index_path)) {
@@ -245,15 +287,18 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
           index_path.string());
     }
   }
-  std::uint64_t needed = 0;
+  // Of a file that is replaced, both are there for a while.
+  std::uint64_t needed = 0, largest = 0;
   for (const auto& [name, tensor] : like) {
-    if (name.find('/') != std::string::npos || name.empty() || name.starts_with('.'))
-      throw ConfigError(text::concat("'", name, "' cannot be the name of a file."));
+    if (const std::string why = not_a_file_name(name); !why.empty())
+      throw ConfigError(text::concat("The module ", why));
     const fs::path file = folder / (name + ".dat");
+    const auto bytes = static_cast<std::uint64_t>(tensor.nbytes());
     const std::uint64_t there = fs::exists(file) ? fs::file_size(file) : 0;
-    needed += static_cast<std::uint64_t>(tensor.nbytes()) -
-              std::min<std::uint64_t>(there, tensor.nbytes());
+    needed += bytes - std::min(there, bytes);
+    if (there > 0) largest = std::max(largest, bytes);
   }
+  needed += largest;
   if (const std::uint64_t free = io::free_bytes(folder); needed > free) {
     throw CheckpointError(
         text::concat("The weights to offload need ",
@@ -265,14 +310,11 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
   WeightStore store;
   for (const NamedTensor& each : like) {
     const auto& [name, tensor] = each;
-    WeightStore::Entry entry{fs::absolute(folder / (name + ".dat")), 0,
-                             static_cast<std::uint64_t>(tensor.nbytes()), tensor.scalar_type(),
-                             tensor.sizes().vec()};
+    WeightStore::Entry entry{
+        fs::absolute(folder / (name + ".dat")), 0, {}, tensor.scalar_type(), tensor.sizes().vec()};
     index[name] = {{"dtype", name_of(entry.dtype, name)}, {"shape", entry.shape}};
     const at::Tensor bytes = values(each).detach().cpu().to(entry.dtype).contiguous();
-    io::File file = io::File::create(entry.file);
-    file.write(bytes.const_data_ptr(), bytes.nbytes(), 0);
-    file.close();
+    entry.stamp = replace_file(entry.file, bytes);
     store.add(name, std::move(entry));
   }
   io::write_file(index_path, index.dump(2));

@@ -169,19 +169,33 @@ void Engine::unheld(TaggedStorage& storage) noexcept {
   if (!storage.want_empty() && entry.state == State::resident) empty(entry);
 }
 
-void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) {
+template <class Act>
+void Engine::for_parameters_in(const TaggedStorage& storage, const at::Tensor& view,
+                               const Act& act) const {
   if (view.numel() == 0) return;
-  const std::lock_guard lock(mutex_);
-  const Quiet quiet;
   const Unit& unit = *units_[static_cast<std::size_t>(storage.id())];
   const std::int64_t begin = view.storage_offset();
   std::int64_t last = begin;
   for (std::int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
   for (const UnitParameter& parameter : unit.parameters()) {
     if (parameter.offset <= last && begin < parameter.offset + parameter.elements) {
-      residency_.write_back(unit, parameter, storage.contents());
+      act(unit, parameter);
     }
   }
+}
+
+void Engine::will_write(TaggedStorage& storage, const at::Tensor& view) {
+  for_parameters_in(storage, view, [&](const Unit& unit, const UnitParameter& parameter) {
+    residency_.will_write(unit, parameter);
+  });
+}
+
+void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for_parameters_in(storage, view, [&](const Unit& unit, const UnitParameter& parameter) {
+    residency_.write_back(unit, parameter, storage.contents());
+  });
 }
 
 void Engine::repointed(TaggedStorage& storage) {

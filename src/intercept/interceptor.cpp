@@ -88,6 +88,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
           !declared[i].alias_info()->isWrite())
         return;
       refuse_replacement(op, *storage);
+      storage->owner().will_write(*storage, tensor);
       writes.push_back({storage, tensor});
     };
     if (value.isTensor()) {
@@ -223,6 +224,12 @@ void make_the_like(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 bool may_be_repointed(c10::DispatchKeySet keys, const at::Tensor& tensor, const at::Tensor& with) {
   if (is_tagged(tensor)) {
     TaggedStorage* storage = TaggedStorage::of(tensor);
+    if (storage == nullptr && !tensor.is_alias_of(with)) {
+      throw StateError(
+          "The module is dispatched: its weights lie where its device map says, so it cannot be "
+          "moved or cast, nor a weight be given other data. Call remove_offload() first, or "
+          "dispatch it with another map.");
+    }
     if (storage != nullptr && TaggedStorage::of(with) != storage)
       storage->owner().repointed(*storage);
   }

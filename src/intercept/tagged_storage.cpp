@@ -4,6 +4,8 @@
 
 #include <c10/core/TensorImpl.h>
 
+#include <map>
+#include <mutex>
 #include <typeinfo>
 
 namespace accelerate::intercept {
@@ -25,22 +27,46 @@ void refuse_access(c10::StorageImpl& storage, const std::string& message, at::De
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device));
 }
 
-// Stands in for a TaggedStorage that is gone.
+// Of a storage whose values are gone.
 class GivenUp final : public c10::Allocator {
  public:
-  c10::DataPtr allocate(std::size_t) override { throw StateError(kMessage); }
-  void copy_data(void*, const void*, std::size_t) const override { throw StateError(kMessage); }
-  static constexpr const char* kMessage =
-      "A parameter (or a view of one, or a graph that saved one) was used after the strategy that "
-      "sharded its module "
-      "was destroyed, so its values are gone from this process. Keep the prepared module alive for "
-      "as long as its "
-      "parameters are used, or restore the parameters before you let it go.";
-  static GivenUp& instance() {
-    static GivenUp* const one = new GivenUp;  // storages may outlive static destruction
+  // Never destroyed: storages may outlive static destruction.
+  static GivenUp& saying(const char* message) {
+    static std::mutex mutex;
+    static auto* const all = new std::map<const char*, GivenUp*>;
+    const std::lock_guard lock(mutex);
+    GivenUp*& one = (*all)[message];
+    if (one == nullptr) one = new GivenUp(message);
     return *one;
   }
+  [[noreturn]] void refuse() const { throw StateError(message_); }
+  c10::DataPtr allocate(std::size_t) override { refuse(); }
+  void copy_data(void*, const void*, std::size_t) const override { refuse(); }
+
+ private:
+  explicit GivenUp(const char* message) : message_(message) {}
+  const char* message_;
 };
+
+constexpr const char* kGone =
+    "A parameter (or a view of one, or a graph that saved one) was used after what brought its "
+    "values had ended: the strategy that sharded its module, or the dispatch that offloaded it. "
+    "Keep the prepared or dispatched module for as long as its parameters are used, restore them "
+    "before you let it go, and call backward() before remove_offload().";
+
+at::Tensor tensor_over(const c10::Storage& storage, c10::DispatchKeySet keys, at::ScalarType dtype,
+                       at::IntArrayRef sizes, at::IntArrayRef strides, std::int64_t offset) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
+c10::DispatchKeySet tagged_keys(at::ScalarType dtype, at::Device device) {
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::Layout::Strided, device));
+  return keys | c10::getAutogradRelatedKeySetFromBackend(keys.highestBackendKey()) |
+         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) | c10::DispatchKeySet(kTag);
+}
 
 }  // namespace
 
@@ -61,8 +87,8 @@ TaggedStorage::TaggedStorage(int id, std::string name, std::int64_t elements, at
 }
 
 TaggedStorage::~TaggedStorage() {
-  refuse_access(*storage_.unsafeGetStorageImpl(), GivenUp::kMessage, device_);
-  storage_.unsafeGetStorageImpl()->set_allocator(&GivenUp::instance());
+  refuse_access(*storage_.unsafeGetStorageImpl(), kGone, device_);
+  storage_.unsafeGetStorageImpl()->set_allocator(&GivenUp::saying(kGone));
 }
 
 TaggedStorage* TaggedStorage::of(const at::TensorBase& tensor) {
@@ -72,19 +98,13 @@ TaggedStorage* TaggedStorage::of(const at::TensorBase& tensor) {
   if (allocator == nullptr) return nullptr;
   const std::type_info& type = typeid(*allocator);
   if (type == typeid(TaggedStorage)) return static_cast<TaggedStorage*>(allocator);
-  if (type == typeid(GivenUp)) throw StateError(GivenUp::kMessage);
+  if (type == typeid(GivenUp)) static_cast<const GivenUp*>(allocator)->refuse();
   return nullptr;
 }
 
 at::Tensor TaggedStorage::view(at::IntArrayRef sizes, at::IntArrayRef strides,
                                std::int64_t offset) const {
-  c10::DispatchKeySet keys(c10::computeDispatchKey(dtype_, c10::Layout::Strided, device_));
-  keys = keys | c10::getAutogradRelatedKeySetFromBackend(keys.highestBackendKey()) |
-         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) | c10::DispatchKeySet(kTag);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(storage_), keys, c10::scalarTypeToTypeMeta(dtype_));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-  return tensor;
+  return tensor_over(storage_, tagged_keys(dtype_, device_), dtype_, sizes, strides, offset);
 }
 
 void TaggedStorage::fill(at::Tensor contents) {
@@ -101,8 +121,9 @@ at::Tensor TaggedStorage::empty() {
       text::concat(
           "The parameters of '", name_,
           "' are sharded or offloaded and not in memory now, so their data has no address. Use "
-          "them through "
-          "tensor operators, or open summon_full_params() around code that reads raw memory."),
+          "them through tensor operators. Before code that reads raw memory, such as saving, call "
+          "remove_offload() on a dispatched module, or open summon_full_params() on a sharded "
+          "one."),
       device_);
   return std::exchange(contents_, {});
 }
@@ -124,6 +145,27 @@ void TaggedStorage::copy_data(void*, const void*, std::size_t) const {
   throw ShardingError(
       text::concat("Something tried to copy the storage of the sharded parameters of '", name_,
                    "' as a whole. Copy the tensors instead."));
+}
+
+void guard(const at::Tensor& tensor, bool on) {
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::DispatchKeySet keys = on ? impl.key_set().add(kTag) : impl.key_set().remove(kTag);
+  install();
+  const at::Tensor same = tensor_over(tensor.storage(), keys, tensor.scalar_type(), tensor.sizes(),
+                                      tensor.strides(), tensor.storage_offset());
+  impl.shallow_copy_from(same.getIntrusivePtr());
+}
+
+at::Tensor given_up(const at::Tensor& like, const char* message) {
+  install();
+  const at::Device meta(at::kMeta);
+  c10::Storage storage(c10::Storage::use_byte_size_t(),
+                       static_cast<std::size_t>(like.storage().nbytes()),
+                       c10::DataPtr(nullptr, meta), &GivenUp::saying(message),
+                       /*resizable=*/true);
+  refuse_access(*storage.unsafeGetStorageImpl(), message, meta);
+  return tensor_over(storage, tagged_keys(like.scalar_type(), meta), like.scalar_type(),
+                     like.sizes(), like.strides(), like.storage_offset());
 }
 
 }  // namespace accelerate::intercept

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "io/file_stamp.hpp"
 #include "io/system_error.hpp"
 
 namespace accelerate::io {
@@ -167,12 +168,12 @@ void File::close() {
   }
 }
 
-std::uint64_t File::size() const {
+FileStamp File::stamp() const {
   struct stat status {};
   if (::fstat(descriptor_, &status) != 0) {
     throw_system(errno, path_, "Could not tell the size of ", path_.string());
   }
-  return static_cast<std::uint64_t>(status.st_size);
+  return stamp_of(status);
 }
 
 // ---------------------------------------------------------------------------------- whole files

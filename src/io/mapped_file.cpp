@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <vector>
 
+#include "io/file_stamp.hpp"
 #include "io/system_error.hpp"
 
 namespace accelerate::io {
@@ -53,8 +54,7 @@ void MappedFile::map(int descriptor, Access access) {
     }
   }
   if (error != 0) throw_system(error, path_, "Could not map ", path_.string(), " into memory");
-  device_ = status.st_dev;
-  inode_ = status.st_ino;
+  stamp_ = stamp_of(status);
 }
 
 MappedFile::~MappedFile() {
@@ -124,7 +124,7 @@ void MappedFile::check() const {
   if (::stat(path_.c_str(), &status) != 0) {
     throw_system(errno, path_, path_.string(), " was mapped into memory and is not there any more");
   }
-  if (status.st_ino != inode_ || status.st_dev != device_) {
+  if (status.st_ino != stamp_.inode || status.st_dev != stamp_.device) {
     throw_damaged(path_, path_.string(),
                   " was replaced by another file since it was mapped into memory. Open it again.");
   }

@@ -374,6 +374,11 @@ std::uint64_t header_length(const unsigned char* first, std::uint64_t file_bytes
                             const fs::path& path) {
   std::uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | first[i];
+  if (first[0] == 'P' && first[1] == 'K' && first[2] == 3 && first[3] == 4) {
+    throw_damaged(path, path.string(),
+                  " is not a safetensors file but a zip archive, as torch.save writes. Expected is "
+                  "safetensors here: convert it first.");
+  }
   if (length > kMostHeaderBytes) {
     throw_damaged(path, path.string(), " is not a safetensors file: its header would have ", length,
                   " bytes, and the format allows ", kMostHeaderBytes, ".");

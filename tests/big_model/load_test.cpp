@@ -10,6 +10,7 @@
 #include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/io/safetensors.hpp>
 #include <accelerate/tracking/tensor_bytes.hpp>
+#include <big_model/devices.hpp>
 
 #include <fstream>
 #include <set>
@@ -53,12 +54,36 @@ TEST_F(Load, LoadsWhatAnyLayoutOfFilesHolds) {
   }
   // A module on disk from files that cannot be read in place needs a folder.
   nn::Sequential other = empty();
-  EXPECT_THROW(load_checkpoint_and_dispatch(other, pickled, DeviceMap{{"", Place::disk()}}),
+  EXPECT_THROW(static_cast<void>(
+                   load_checkpoint_and_dispatch(other, pickled, DeviceMap{{"", Place::disk()}})),
                ConfigError);
   auto model = load_checkpoint_and_dispatch(other, pickled, DeviceMap{{"", Place::disk()}},
                                             LoadOptions().offload_folder(folder.path() / "copy"));
   torch::NoGradGuard no_grad;
   EXPECT_TRUE(at::equal(model.forward(input), expected));
+}
+
+TEST_F(Load, AnIndexOfSeveralFilesOfTorchSave) {
+  const auto sharded = folder.path() / "bin";
+  fs::create_directories(sharded);
+  Json index{{"metadata", Json::object()}, {"weight_map", Json::object()}};
+  checkpoints::PyDict parts[2];
+  int i = 0;
+  for (const auto& [name, tensor] : state_of(big_model::record_of(net))) {
+    parts[i % 2].add(name, tensor.detach());
+    index["weight_map"][name] = i++ % 2 == 0 ? "a.bin" : "b.bin";
+  }
+  checkpoints::save_pt(parts[0], sharded / "a.bin");
+  checkpoints::save_pt(parts[1], sharded / "b.bin");
+  io::write_file(sharded / "pytorch_model.bin.index.json", index.dump());
+  torch::NoGradGuard no_grad;
+  for (const fs::path& path : {sharded, sharded / "pytorch_model.bin.index.json"}) {
+    nn::Sequential other = empty();
+    EXPECT_TRUE(load_checkpoint_in_model(other, path).missing.empty());
+    EXPECT_TRUE(at::equal(other->forward(input), expected));
+  }
+  fs::remove(sharded / "b.bin");
+  expect_refusal<CheckpointError>("b.bin", [&] { load_checkpoint_in_model(net, sharded); });
 }
 
 TEST_F(Load, DtypesOnLoad) {
@@ -146,6 +171,17 @@ TEST_F(Load, NamesThatDiffer) {
   }
 }
 
+TEST_F(Load, FractionsAreNotPutIntoIntegers) {
+  struct Counts : nn::Module {
+    Counts() { register_buffer("counts", torch::zeros({2}, at::kLong)); }
+  };
+  const auto path = folder.path() / "counts.safetensors";
+  checkpoints::save_file({{"counts", at::full({2}, 1.5)}}, path);
+  auto module = std::make_shared<Counts>();
+  expect_refusal<CheckpointError>("'counts' is Float in the checkpoint and Long in the module",
+                                  [&] { load_checkpoint_in_model(module, path); });
+}
+
 TEST_F(Load, MapsByName) {
   torch::NoGradGuard no_grad;
   auto options = LoadOptions().max_memory(MaxMemory{{Place::cpu(), 60000}});
@@ -156,7 +192,35 @@ TEST_F(Load, MapsByName) {
     for (const auto& [module, place] : model.device_map()) places.insert(place.text());
     EXPECT_EQ(places, (std::set<std::string>{"cpu", "disk"}));
   }
-  EXPECT_THROW(load_checkpoint_and_dispatch(empty(), file(), "best"), ConfigError);
+  EXPECT_THROW(static_cast<void>(load_checkpoint_and_dispatch(empty(), file(), "best")),
+               ConfigError);
+}
+
+TEST_F(Load, WeightsThatStayInFloat32AreCountedSo) {
+  // In bfloat16 all of it would fit, in float32 it does not.
+  const auto options = LoadOptions()
+                           .dtype(at::kBFloat16)
+                           .keep_in_fp32_modules({"0", "2", "4", "6"})
+                           .max_memory(MaxMemory{{Place::cpu(), 60000}});
+  nn::Sequential other = empty();
+  auto model = load_checkpoint_and_dispatch(other, file(), "auto", options);
+  std::int64_t on_cpu = 0;
+  for (const auto& [name, tensor] : state_of(big_model::record_of(other))) {
+    EXPECT_EQ(tensor.scalar_type(), at::kFloat);
+    if (*place_of(model.device_map(), name) == Place::cpu())
+      on_cpu += static_cast<std::int64_t>(tensor.nbytes());
+  }
+  EXPECT_LE(on_cpu, 60000);
+  EXPECT_GT(on_cpu, 0);
+}
+
+TEST(FreeMemory, OfASingleAcceleratorATenthIsLeft) {
+  const Place first = Place::accelerator(0), second = Place::accelerator(1), cpu = Place::cpu();
+  using big_model::leave_room;
+  EXPECT_EQ(leave_room({{first, 1000}, {cpu, 500}}), (MaxMemory{{first, 900}, {cpu, 500}}));
+  for (const MaxMemory& limits :
+       {MaxMemory{{first, 1000}, {second, 1000}, {cpu, 500}}, MaxMemory{{cpu, 500}}})
+    EXPECT_EQ(leave_room(limits), limits);
 }
 
 // A checkpoint of eight terabytes that takes no room: the file is a hole.
@@ -228,6 +292,13 @@ TEST_F(Load, DamagedOffloadFoldersAreRefused) {
   expect_refusal<CheckpointError>("not JSON", [&] { WeightStore::open(damaged); });
   io::write_file(damaged / "index.json", R"({"0.weight": {"dtype": "float33", "shape": [1]}})");
   expect_refusal<CheckpointError>("float33", [&] { WeightStore::open(damaged); });
+  for (const auto& [index, said] :
+       {std::pair{R"({"0.weight": {"dtype": "float32", "shape": [4294967296, 4294967296]}})",
+                  "more elements than can be counted"},
+        std::pair{R"({"../0.weight": {"dtype": "float32", "shape": [1]}})", "'../0.weight'"}}) {
+    io::write_file(damaged / "index.json", index);
+    expect_refusal<CheckpointError>(said, [&] { WeightStore::open(damaged); });
+  }
   io::write_file(damaged / "index.json", R"({"0.weight": {"shape": [1]}})");
   expect_refusal<CheckpointError>("0.weight", [&] { WeightStore::open(damaged); });
 }

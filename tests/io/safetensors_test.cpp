@@ -65,6 +65,7 @@ TEST(Safetensors, HostileFilesAreRefusedWithTheReason) {
       {"seven bytes", "1234567", "8 are needed"},
       {"header beyond the end", long_header, "was cut short"},
       {"absurd length", absurd, "the format allows 100000000"},
+      {"a zip archive", std::string("PK\3\4") + std::string(100, 'x'), "as torch.save writes"},
       {"no JSON", file_text("", 0), "not JSON"},
       {"half JSON", file_text("{\"a\":", 0), "not JSON"},
       {"two values", file_text("{}{}", 0), "not JSON"},

@@ -2,6 +2,7 @@
 
 #include <accelerate/big_model/record_of.hpp>
 #include <accelerate/big_model/weight_store.hpp>
+#include <accelerate/core/tree.hpp>
 #include <accelerate/device_map/device_map.hpp>
 
 #include <torch/arg.h>
@@ -65,12 +66,19 @@ struct OffloadStatistics {
   std::int64_t peak_resident_bytes = 0;
 };
 
+namespace big_model {
+/// Where offloaded weights are computed with under a map. Throws ConfigError when it, or a place of
+/// the map, is neither the CPU nor an accelerator that is there.
+at::Device main_device(const DeviceMap& map, const OffloadOptions& options);
+}  // namespace big_model
+
 /// The part of a dispatched module that does not depend on its class.
 class Dispatched {
  public:
   Dispatched(ModuleRecord module, DeviceMap map, OffloadOptions options);
-  /// Weights that were offloaded to the CPU are the module's again. Those on disk are not: the
-  /// module's parameters throw a sentence when they are used.
+  /// Weights that were offloaded to the CPU are the module's again. Those on disk are on the meta
+  /// device and throw a sentence when they are used, until the module is loaded or dispatched
+  /// again.
   ~Dispatched();
   Dispatched(const Dispatched&) = delete;
   Dispatched& operator=(const Dispatched&) = delete;
@@ -94,11 +102,14 @@ class Dispatched {
     Forward(const Forward&) = delete;
     Forward& operator=(const Forward&) = delete;
 
-    /// A result where the input was.
-    at::Tensor back(at::Tensor result) const;
-    c10::IValue back(c10::IValue result) const;
     /// An input of the module.
     void sees(const at::Tensor& input);
+    void sees(const c10::IValue& input);
+    /// Whether results are to be sent back: the module is spread over devices, and saw an input.
+    bool moves() const;
+    /// A result, or a TorchScript value with all that is in it, where the first input was.
+    at::Tensor back(const at::Tensor& result) const;
+    c10::IValue back(const c10::IValue& result) const;
 
    private:
     struct State;
@@ -110,9 +121,11 @@ class Dispatched {
   std::unique_ptr<Impl> impl_;
 };
 
-/// A module whose weights lie where a device map says. `forward` and `()` are the module's own; the
-/// module itself can be called too, only then nothing is fetched ahead, and tensors are not moved
-/// between devices. Must outlive the module's use.
+/// A module whose weights lie where a device map says. `forward` and `()` are the module's own;
+/// over several devices, a result that is a tensor, a tree of tensors or a TorchScript value comes
+/// back to where the first input was, and one of another type stays where it is. The module itself
+/// can be called too, only then nothing is fetched ahead, and tensors are not moved between
+/// devices. Must outlive the module's use.
 template <class M>
 class DispatchedModel {
  public:
@@ -126,10 +139,8 @@ class DispatchedModel {
     using Result = decltype(call(std::forward<Arguments>(arguments)...));
     if constexpr (std::is_void_v<Result>) {
       call(std::forward<Arguments>(arguments)...);
-    } else if constexpr (std::same_as<Result, at::Tensor> || std::same_as<Result, c10::IValue>) {
-      return scope.back(call(std::forward<Arguments>(arguments)...));
     } else {
-      return call(std::forward<Arguments>(arguments)...);
+      return back(scope, call(std::forward<Arguments>(arguments)...));
     }
   }
   template <class... Arguments>
@@ -156,7 +167,28 @@ class DispatchedModel {
   }
   template <class Argument>
   static void see(Dispatched::Forward& scope, const Argument& argument) {
-    if constexpr (std::convertible_to<const Argument&, at::Tensor>) scope.sees(argument);
+    if constexpr (std::same_as<Argument, c10::IValue>) {
+      scope.sees(argument);
+    } else if constexpr (std::same_as<Argument, std::vector<c10::IValue>>) {
+      for (const c10::IValue& value : argument) scope.sees(value);
+    } else if constexpr (TensorTree<Argument>) {
+      tree::for_each_tensor(argument, [&](const at::Tensor& tensor) { scope.sees(tensor); });
+    } else if constexpr (std::convertible_to<const Argument&, at::Tensor>) {
+      scope.sees(static_cast<at::Tensor>(argument));
+    }
+  }
+  template <class Result>
+  static Result back(const Dispatched::Forward& scope, Result result) {
+    if constexpr (std::same_as<Result, c10::IValue>) {
+      if (scope.moves()) result = scope.back(result);
+    } else if constexpr (TensorTree<Result>) {
+      if (scope.moves()) {
+        tree::for_each_tensor(result, [&](at::Tensor& tensor) {
+          if (tensor.defined()) tensor = scope.back(tensor);
+        });
+      }
+    }
+    return result;
   }
 
   M module_;
@@ -179,7 +211,7 @@ auto keep(M&& module) {
 }
 
 template <class M>
-auto dispatch(M&& module, DeviceMap map, OffloadOptions options) {
+[[nodiscard]] auto dispatch(M&& module, DeviceMap map, OffloadOptions options) {
   auto kept = keep(std::forward<M>(module));
   auto core = std::make_unique<Dispatched>(record_of(kept), std::move(map), std::move(options));
   return DispatchedModel<decltype(kept)>(std::move(kept), std::move(core));
@@ -193,17 +225,19 @@ auto dispatch(M&& module, DeviceMap map, OffloadOptions options) {
 /// brought meanwhile. On accelerators inputs follow the weights that they meet.
 ///
 /// A LibTorch module given itself must outlive the result; module holders, pointers and TorchScript
-/// modules are kept. Weights must have values, or be in `weights`. Throws ConfigError when the map
-/// is not one for this module or names a device that is not there, StateError when the module is
-/// dispatched already.
+/// modules are kept. Keep the result for as long as the module is used: with it the offloading
+/// ends. Weights must have values, or be in `weights`. Throws ConfigError when the map is not one
+/// for this module or names a device that is not there, StateError when the module is dispatched
+/// already.
 template <big_model::ModuleLike M>
-auto dispatch_model(M&& module, DeviceMap map, OffloadOptions options = {}) {
+[[nodiscard]] auto dispatch_model(M&& module, DeviceMap map, OffloadOptions options = {}) {
   return big_model::dispatch(std::forward<M>(module), std::move(map), std::move(options));
 }
 
 /// Keeps all weights in host memory and brings them to `execution_device` module by module.
 template <big_model::ModuleLike M>
-auto cpu_offload(M&& module, at::Device execution_device, OffloadOptions options = {}) {
+[[nodiscard]] auto cpu_offload(M&& module, at::Device execution_device,
+                               OffloadOptions options = {}) {
   return big_model::dispatch(std::forward<M>(module), {{"", Place::cpu()}},
                              options.main_device(execution_device).force_hooks(true));
 }
@@ -212,8 +246,9 @@ auto cpu_offload(M&& module, at::Device execution_device, OffloadOptions options
 /// written to `offload_dir`; weights without values (of the meta device) must be there already. A
 /// weight that is on disk is not trained.
 template <big_model::ModuleLike M>
-auto disk_offload(M&& module, const std::filesystem::path& offload_dir,
-                  at::Device execution_device = at::kCPU, OffloadOptions options = {}) {
+[[nodiscard]] auto disk_offload(M&& module, const std::filesystem::path& offload_dir,
+                                at::Device execution_device = at::kCPU,
+                                OffloadOptions options = {}) {
   return big_model::dispatch(std::forward<M>(module), {{"", Place::disk()}},
                              options.main_device(execution_device).offload_dir(offload_dir));
 }
@@ -221,8 +256,8 @@ auto disk_offload(M&& module, const std::filesystem::path& offload_dir,
 /// Brings the weights of `module` to `execution_device` out of any store, module by module: what
 /// the functions above are made of.
 template <big_model::ModuleLike M>
-auto attach_align_device(M&& module, at::Device execution_device, WeightStore weights,
-                         OffloadOptions options = {}) {
+[[nodiscard]] auto attach_align_device(M&& module, at::Device execution_device, WeightStore weights,
+                                       OffloadOptions options = {}) {
   return big_model::dispatch(std::forward<M>(module), {{"", Place::disk()}},
                              options.main_device(execution_device).weights(std::move(weights)));
 }
@@ -239,6 +274,10 @@ class CpuOffloadHook {
   void offload() const;
   /// The module stays where it is from now on.
   void remove() const;
+  /// An input of the module, or a TorchScript value with all that is in it, on the execution
+  /// device.
+  at::Tensor sent(const at::Tensor& input) const;
+  c10::IValue sent(const c10::IValue& input) const;
 
  private:
   struct State;
@@ -246,7 +285,8 @@ class CpuOffloadHook {
 };
 
 /// A module that comes to its device as a whole when it is called, and stays until its hook, or the
-/// next module in a chain, sends it back.
+/// next module in a chain, sends it back. Inputs that are tensors, trees of tensors or TorchScript
+/// values come along.
 template <class M>
 class HookedModel {
  public:
@@ -255,9 +295,9 @@ class HookedModel {
   decltype(auto) forward(Arguments&&... arguments) {
     hook_.bring();
     if constexpr (requires { module_->forward(std::forward<Arguments>(arguments)...); }) {
-      return module_->forward(std::forward<Arguments>(arguments)...);
+      return module_->forward(sent(std::forward<Arguments>(arguments))...);
     } else {
-      return module_.forward(std::forward<Arguments>(arguments)...);
+      return module_.forward(sent(std::forward<Arguments>(arguments))...);
     }
   }
   template <class... Arguments>
@@ -267,6 +307,23 @@ class HookedModel {
   M& module() noexcept { return module_; }
 
  private:
+  template <class Argument>
+  decltype(auto) sent(Argument&& argument) const {
+    using Value = std::remove_cvref_t<Argument>;
+    if constexpr (std::same_as<Value, c10::IValue>) {
+      return hook_.sent(argument);
+    } else if constexpr (std::same_as<Value, std::vector<c10::IValue>>) {
+      Value there;
+      for (const c10::IValue& value : argument) there.push_back(hook_.sent(value));
+      return there;
+    } else if constexpr (TensorTree<Value>) {
+      return tree::map(Value(std::forward<Argument>(argument)),
+                       [&](const at::Tensor& tensor) { return hook_.sent(tensor); });
+    } else {
+      return std::forward<Argument>(argument);
+    }
+  }
+
   M module_;
   CpuOffloadHook hook_;
 };
@@ -276,8 +333,8 @@ class HookedModel {
 /// pipelines of models that run one after the other, some of them in a loop. Returns the model to
 /// call, and its hook. Throws ConfigError when the device is not there.
 template <big_model::ModuleLike M>
-auto cpu_offload_with_hook(M&& module, at::Device execution_device,
-                           std::optional<CpuOffloadHook> previous = {}) {
+[[nodiscard]] auto cpu_offload_with_hook(M&& module, at::Device execution_device,
+                                         std::optional<CpuOffloadHook> previous = {}) {
   auto kept = big_model::keep(std::forward<M>(module));
   CpuOffloadHook hook(big_model::record_of(kept), execution_device, std::move(previous));
   return std::pair(HookedModel<decltype(kept)>(std::move(kept), hook), hook);

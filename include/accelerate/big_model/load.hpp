@@ -26,8 +26,10 @@ class LoadOptions {
   /// checkpoint has them, without a copy; files of torch.save need a folder.
   TORCH_ARG(std::filesystem::path, offload_folder);
   /// Whether weights without memory whose place is the CPU get that of the mapped file, where their
-  /// dtype stays. It is read now, and written to by nobody; but while the module is used, the file
-  /// must not be cut short. Otherwise they are copied. Default: true.
+  /// dtype stays. It is read now, and not changed by the module; but while the module is used, the
+  /// file must be neither written to in place, which would change the weights, nor cut short, which
+  /// would end the process. (Replacing it by another, as all savers here do, is safe.) Otherwise
+  /// they are copied. Default: true.
   TORCH_ARG(bool, memory_map) = true;
   /// Files are read by so many threads; 0 for one per core, at most 4. Default: 0.
   TORCH_ARG(int, threads) = 0;
@@ -76,23 +78,28 @@ LoadReport load_checkpoint_in_model(M& module, const std::filesystem::path& chec
 
 /// load_checkpoint_in_model, then dispatch_model.
 template <big_model::ModuleLike M>
-auto load_checkpoint_and_dispatch(M&& module, const std::filesystem::path& checkpoint,
-                                  const DeviceMap& map, const LoadOptions& options = {},
-                                  OffloadOptions offload = {}) {
+[[nodiscard]] auto load_checkpoint_and_dispatch(M&& module, const std::filesystem::path& checkpoint,
+                                                const DeviceMap& map,
+                                                const LoadOptions& options = {},
+                                                OffloadOptions offload = {}) {
+  offload.main_device(big_model::main_device(map, offload));
   auto report = load_checkpoint_in_model(big_model::record_of(module), checkpoint, map, options,
                                          offload.offload_buffers());
   return dispatch_model(std::forward<M>(module), map, offload.weights(std::move(report.on_disk)));
 }
 
-/// The map that a name stands for: see named_device_map.
+/// The map that a name stands for: see named_device_map. Where `max_memory` is not given, a single
+/// accelerator is filled to nine tenths of what it has free (by all but "sequential"). Throws
+/// ConfigError when `max_memory` names an accelerator that is not there.
 DeviceMap device_map_for(const ModuleRecord& module, const std::string& name,
                          const LoadOptions& options = {});
 
 /// The same with a map by name: "auto", "balanced", "balanced_low_0" or "sequential".
 template <big_model::ModuleLike M>
-auto load_checkpoint_and_dispatch(M&& module, const std::filesystem::path& checkpoint,
-                                  const std::string& map, const LoadOptions& options = {},
-                                  OffloadOptions offload = {}) {
+[[nodiscard]] auto load_checkpoint_and_dispatch(M&& module, const std::filesystem::path& checkpoint,
+                                                const std::string& map,
+                                                const LoadOptions& options = {},
+                                                OffloadOptions offload = {}) {
   const DeviceMap chosen = device_map_for(big_model::record_of(module), map, options);
   return load_checkpoint_and_dispatch(std::forward<M>(module), checkpoint, chosen, options,
                                       std::move(offload));

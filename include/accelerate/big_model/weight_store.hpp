@@ -1,6 +1,7 @@
 #pragma once
 
 #include <accelerate/core/module.hpp>
+#include <accelerate/io/file.hpp>
 
 #include <c10/core/ScalarType.h>
 
@@ -14,14 +15,11 @@
 
 namespace accelerate {
 
-namespace io {
-class File;
-}
-
 /// Weights on a disk, found by name and read when they are wanted: a checkpoint of safetensors
 /// files where it lies, or an offload folder as Python Accelerate writes it (`index.json`, and a
-/// `.dat` file with the bare bytes of each weight). Reading takes no more memory than a few
-/// megabytes, and may go on in several threads.
+/// `.dat` file with the bare bytes of each weight). Files must stay as they were when the store was
+/// opened: one that was replaced, written to or cut short is a CheckpointError when it is read.
+/// Reading takes no more memory than a few megabytes, and may go on in several threads.
 class WeightStore {
  public:
   /// One weight: its bytes lie in row-major order, little-endian.
@@ -29,18 +27,18 @@ class WeightStore {
     std::filesystem::path file;
     /// Of its first byte in the file.
     std::uint64_t offset = 0;
-    /// What the file was long when it was found.
-    std::uint64_t file_bytes = 0;
+    /// Of the file when it was found.
+    io::FileStamp stamp;
     at::ScalarType dtype = at::kFloat;
     std::vector<std::int64_t> shape;
 
     std::int64_t elements() const;
     std::int64_t bytes() const;
-    /// Rows from `begin` up to `end` out of the open file into `tensor`, which has their shape;
-    /// floating-point ones are cast to its dtype. `name` is for the message when the file's size
-    /// has changed since it was found, a CheckpointError.
-    void read_rows(const io::File& opened, std::string_view name, std::int64_t begin,
-                   std::int64_t end, const at::Tensor& tensor) const;
+    /// Fills `tensor` with elements out of the open file: from the one numbered `begin` on, in
+    /// row-major order, as many as it has; cast to its dtype. `name` is for the message when the
+    /// file has changed since it was found, a CheckpointError.
+    void read(const io::File& opened, std::string_view name, std::int64_t begin,
+              const at::Tensor& tensor) const;
   };
 
   /// Nothing.
@@ -58,11 +56,8 @@ class WeightStore {
   }
 
   /// Fills `tensor` with a weight of its shape; floating-point ones are cast to its dtype. Throws
-  /// CheckpointError when the file has vanished or changed its size since it was found.
+  /// CheckpointError when the file has vanished or changed since it was found.
   void read(std::string_view name, const at::Tensor& tensor) const;
-  /// The same for the rows from `begin` up to `end`: `tensor` has their shape.
-  void read_rows(std::string_view name, std::int64_t begin, std::int64_t end,
-                 const at::Tensor& tensor) const;
 
  private:
   const Entry& at(std::string_view name) const;
@@ -71,8 +66,9 @@ class WeightStore {
 };
 
 /// Writes weights into an offload folder, which is made if need be, and gives them back as a store.
-/// The index is written last; what it had besides these names stays in it. Throws CheckpointError,
-/// before anything is written, when the disk has too little room.
+/// A file that is there is replaced by a new one. The index is written last; what it had besides
+/// these names stays in it. Throws CheckpointError, before anything is written, when the disk has
+/// too little room, and when a dispatched module of any process reads from this folder.
 WeightStore offload_state_dict(const std::filesystem::path& folder,
                                const std::vector<NamedTensor>& tensors);
 /// The same for weights that are not all in memory: `like` have their shapes and dtypes (on the

@@ -123,6 +123,7 @@ class Engine final : public TaggedStorage::Owner {
 
   void demand(TaggedStorage& storage) override;
   void unheld(TaggedStorage& storage) noexcept override;
+  void will_write(TaggedStorage& storage, const at::Tensor& view) override;
   void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) override;
   void repointed(TaggedStorage& storage) override;
 
@@ -136,6 +137,9 @@ class Engine final : public TaggedStorage::Owner {
     bool in_trace = false;  // this pass's trace has it and need not see it again
   };
 
+  template <class Act>
+  void for_parameters_in(const TaggedStorage& storage, const at::Tensor& view,
+                         const Act& act) const;
   bool stays(const Entry& entry) const noexcept;
   void start(Entry& entry, bool ahead);
   void finish(Entry& entry);

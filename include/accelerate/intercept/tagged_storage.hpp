@@ -27,6 +27,8 @@ class TaggedStorage final : public c10::Allocator {
     virtual void demand(TaggedStorage& storage) = 0;
     /// The last operator that held the storage is done, and `want_empty` was asked meanwhile.
     virtual void unheld(TaggedStorage& storage) noexcept = 0;
+    /// An operator is about to write to `view`, which lies in this storage. May throw.
+    virtual void will_write(TaggedStorage&, const at::Tensor& /*view*/) {}
     /// An operator wrote to `view`, which lies in this storage; it still holds the storage.
     virtual void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) = 0;
     /// `set_data` is about to point a tensor of this storage elsewhere. May throw.
@@ -102,5 +104,13 @@ class TaggedStorage final : public c10::Allocator {
   std::atomic<bool> wanted_empty_ = false;
   std::atomic<std::int64_t> holds_ = 0;
 };
+
+/// Gives a tensor that lies in ordinary memory the tag, or takes it away. Its memory stays; while
+/// it has the tag, `set_data`, and with it `module->to()`, throws a StateError.
+void guard(const at::Tensor& tensor, bool on);
+
+/// A tensor of the meta device with the shape of `like`, which has the tag; an operator that uses
+/// it throws a StateError with `message`, which must live as long as the program.
+at::Tensor given_up(const at::Tensor& like, const char* message);
 
 }  // namespace accelerate::intercept

@@ -80,6 +80,8 @@ class Residency {
   /// Someone is about to point a parameter of the unit elsewhere, as `module->to()` does. May throw
   /// to refuse.
   virtual void repointed(const Unit&) {}
+  /// An operator is about to write to a parameter. May throw to refuse; any thread may ask.
+  virtual void will_write(const Unit&, const UnitParameter&) {}
   /// Takes the new values of one parameter out of `contents`, for good.
   virtual void write_back(const Unit& unit, const UnitParameter& parameter,
                           const at::Tensor& contents) = 0;

@@ -11,6 +11,13 @@
 /// is a CheckpointError whose message names the file, with the system's own error nested.
 namespace accelerate::io {
 
+/// Tells a file from any other, and from itself after it was written to.
+struct FileStamp {
+  std::uint64_t device = 0, inode = 0, bytes = 0;
+  std::int64_t written_ns = 0;
+  bool operator==(const FileStamp&) const = default;
+};
+
 /// An open file with positions given by the caller, so that several threads can read and write it
 /// at once.
 class File {
@@ -42,7 +49,8 @@ class File {
   /// Closes it and throws if the system reports a lost write then, as network file systems do.
   void close();
 
-  std::uint64_t size() const;
+  std::uint64_t size() const { return stamp().bytes; }
+  FileStamp stamp() const;
   const std::filesystem::path& path() const noexcept { return path_; }
   int descriptor() const noexcept { return descriptor_; }
 

@@ -43,6 +43,9 @@ class MappedFile {
   /// Absolute.
   const std::filesystem::path& path() const noexcept { return path_; }
 
+  /// Of the file when it was mapped.
+  const FileStamp& stamp() const noexcept { return stamp_; }
+
   /// A part of it. Throws CheckpointError when the file is shorter.
   std::span<const std::byte> slice(std::uint64_t offset, std::uint64_t bytes) const;
 
@@ -67,8 +70,7 @@ class MappedFile {
   std::filesystem::path path_;
   const std::byte* data_ = nullptr;
   std::size_t size_ = 0;
-  std::uint64_t device_ = 0;
-  std::uint64_t inode_ = 0;
+  FileStamp stamp_;
 };
 
 }  // namespace accelerate::io
