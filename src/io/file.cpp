@@ -188,20 +188,30 @@ std::string read_file(const fs::path& path, std::uint64_t most) {
   return contents;
 }
 
-void write_file(const fs::path& path, std::string_view contents) {
+fs::path partial_of(const fs::path& path) {
   fs::path partial = path;
-  partial += text::concat(".", ::getpid(), ".partial");
+  return partial += text::concat(".", ::getpid(), ".partial");
+}
+
+void replace_file(const fs::path& path, const std::function<void(const fs::path& partial)>& write) {
+  const fs::path partial = partial_of(path);
   try {
-    File file = File::create(partial);
-    file.write(contents.data(), contents.size(), 0);
-    file.sync();
-    file.close();
+    write(partial);
     rename_durably(partial, path);
   } catch (...) {
     std::error_code ignored;  // the first error is the one to report
     fs::remove(partial, ignored);
     throw;
   }
+}
+
+void write_file(const fs::path& path, std::string_view contents) {
+  replace_file(path, [&](const fs::path& partial) {
+    File file = File::create(partial);
+    file.write(contents.data(), contents.size(), 0);
+    file.sync();
+    file.close();
+  });
 }
 
 void sync_folder(const fs::path& folder) {

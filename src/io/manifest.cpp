@@ -230,6 +230,16 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
   return found == tensors->second.end() ? nullptr : &found->second;
 }
 
+void expect_no_checkpoint(const fs::path& folder) {
+  std::error_code ignored;  // what cannot be looked at is reported when it is written to
+  if (!fs::exists(folder / Manifest::kFileName, ignored)) return;
+  throw CheckpointError(
+      text::concat("Weights were to be written to the folder ", folder.string(),
+                   ", which holds a checkpoint; with them it could not be loaded any more. Nothing "
+                   "was written. Name another folder."),
+      folder.string());
+}
+
 void verify_blocks(const fs::path& folder, const SavedFile& saved,
                    std::span<const std::size_t> blocks, const VerifiedBlock& each) {
   if (blocks.empty()) return;

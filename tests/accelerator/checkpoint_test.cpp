@@ -310,6 +310,19 @@ TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
   }
 }
 
+TEST_F(Checkpoints, SaveModelLeavesACheckpointAlone) {
+  Accelerator accelerator(options());
+  Net net;
+  auto model = accelerator.prepare(net);
+  const fs::path saved = folder.path_ / "saved";
+  accelerator.save_state(saved);
+  const auto before = names(saved);
+  for (const bool safe : {true, false})
+    EXPECT_THROW(accelerator.save_model(model, saved, "10GB", safe), CheckpointError);
+  EXPECT_EQ(names(saved), before);
+  accelerator.load_state(saved);
+}
+
 TEST_F(Checkpoints, ASignalAsksAllRanksToStop) {
   Accelerator accelerator(options());
   EXPECT_FALSE(accelerator.stop_requested());

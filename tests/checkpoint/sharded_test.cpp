@@ -3,13 +3,17 @@
 
 #include "checkpoint/session.hpp"
 
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/optim/adafactor.hpp>
 
 #include <torch/optim/lbfgs.h>
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <fstream>
 #include <iostream>
 
@@ -226,6 +230,70 @@ TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
     EXPECT_EQ(io::names_in(saved), (std::vector<std::string>{"manifest.json", "model.safetensors",
                                                              "optimizer.bin", "optimizer.json"}));
     EXPECT_EQ(io::names_in(folder.path()), (std::vector<std::string>{"saved"}));
+  }
+  world().barrier();
+}
+
+// What the command line program says, and its exit code.
+std::pair<int, std::string> command(const std::string& arguments, const fs::path& folder) {
+  const fs::path log = folder / "log";
+  const int status =
+      std::system(("'" ACCELERATE_CLI "' " + arguments + " >'" + log.string() + "' 2>&1").c_str());
+  return {WEXITSTATUS(status), io::read_file(log)};
+}
+
+TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
+  const SharedFolder folder;
+  const std::vector<fs::path> saved{folder.path() / "first", folder.path() / "second"};
+  Session run(world(), own_strategy(), 1);
+  for (const fs::path& where : saved) {
+    run.step(1);
+    run.save(where);
+  }
+  world().barrier();
+  if (world().rank() == 0) {
+    const fs::path merged = folder.path() / "merged";
+    const auto merge = [&](const fs::path& from, const fs::path& to, const std::string& more = {}) {
+      return command(text::concat("merge-weights '", from.string(), "' '", to.string(), "' ", more),
+                     folder.path());
+    };
+    const auto expect_weights_of = [&](const fs::path& from) {
+      std::map<std::string, at::Tensor> expected;
+      for (const auto& [name, tensor] : everything(from)) {
+        if (name.starts_with("model/")) expected.emplace(name.substr(6), tensor);
+      }
+      std::size_t found = 0;
+      for (const NamedTensor& tensor : load_file(merged)) {
+        if (tensor.name.starts_with("out_twice")) continue;  // another name of `out`
+        ++found;
+        ASSERT_TRUE(expected.contains(tensor.name)) << tensor.name;
+        EXPECT_TRUE(at::equal(tensor.tensor, expected.at(tensor.name))) << tensor.name;
+      }
+      EXPECT_EQ(found, expected.size());
+    };
+    // Cut in the order of its memory, which is not that of its rows.
+    const auto order = Load(comm::Group(), saved[0]).manifest().find("model", "conv.weight")->order;
+    EXPECT_EQ(order.empty(), world().size() == 1);
+    EXPECT_EQ(merge(saved[0], merged).first, 0);
+    EXPECT_EQ(io::names_in(merged), std::vector<std::string>{"model.safetensors"});
+    expect_weights_of(saved[0]);
+    EXPECT_EQ(merge(saved[1], merged, "--max-shard-size 2KB").first, 0);
+    EXPECT_FALSE(fs::exists(merged / "model.safetensors"));
+    expect_weights_of(saved[1]);
+    const auto before = io::names_in(merged);
+    EXPECT_EQ(merge(saved[0], merged, "--max-shard-size 1KB").first, 0);
+    EXPECT_NE(io::names_in(merged), before);
+    expect_weights_of(saved[0]);
+
+    // Neither into another checkpoint nor into itself.
+    for (const fs::path& from : saved) {
+      const auto [code, said] = merge(from, saved[0]);
+      EXPECT_EQ(code, 1);
+      expect_says(said, {"first", "holds a checkpoint", "Name another folder"});
+    }
+    const auto tensors = load_file(merged);
+    EXPECT_THROW(save_sharded(tensors, saved[0], "5GB"), CheckpointError);
+    Load(comm::Group(), saved[0]).verify();
   }
   world().barrier();
 }

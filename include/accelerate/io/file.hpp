@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,6 +57,14 @@ class File {
 /// The whole file. Throws CheckpointError when it is larger than `most` bytes.
 std::string read_file(const std::filesystem::path& path,
                       std::uint64_t most = std::uint64_t{1} << 30);
+
+/// Where this process writes the file `path` until it is complete: beside it.
+std::filesystem::path partial_of(const std::filesystem::path& path);
+
+/// Has `write` make the file under another name in its folder, and gives it the name `path` when it
+/// is complete. After an error nothing of it is left.
+void replace_file(const std::filesystem::path& path,
+                  const std::function<void(const std::filesystem::path& partial)>& write);
 
 /// Writes a file that is there in full or not at all: under another name in the same folder,
 /// synced, renamed, and the folder synced. A file of that name is replaced.
