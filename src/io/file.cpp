@@ -1,3 +1,4 @@
+#include <accelerate/base/log.hpp>
 #include <accelerate/io/file.hpp>
 
 #include <fcntl.h>
@@ -242,32 +243,58 @@ void rename_durably(const fs::path& from, const fs::path& to) {
 
 namespace {
 
-fs::path previous_of(fs::path folder) { return folder += ".previous"; }
+fs::path previous_of(const fs::path& folder) {
+  const fs::path plain = folder.has_filename() ? folder : folder.parent_path();
+  return plain.parent_path() / ("." + plain.filename().string() + ".previous");
+}
+
+void rename_now(const fs::path& from, const fs::path& to) {
+  int error = injected(faults::Operation::kRename, to);
+  if (error == 0 && ::rename(from.c_str(), to.c_str()) != 0) error = errno;
+  if (error != 0) {
+    throw_system(error, to, "Could not put ", from.string(), " in the place of ", to.string());
+  }
+}
 
 }  // namespace
 
 void replace_folder(const fs::path& from, const fs::path& to) {
   const fs::path previous = previous_of(to);
+  bool exchanged = false;
   if (!fs::exists(to)) {
-    rename_durably(from, to);
+    rename_now(from, to);
   } else {
-    int error = injected(faults::Operation::kRename, to);
+    int error = injected(faults::Operation::kExchange, to);
     if (error == 0 &&
         ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) != 0) {
       error = errno;
     }
     if (error == EINVAL || error == ENOSYS) {
       delete_path(previous);
-      rename_durably(to, previous);
-      rename_durably(from, to);
+      rename_now(to, previous);
+      try {
+        rename_now(from, to);
+      } catch (...) {
+        std::error_code ignored;  // then `replaced_folder` finds it
+        fs::rename(previous, to, ignored);
+        throw;
+      }
     } else if (error != 0) {
       throw_system(error, to, "Could not put ", from.string(), " in the place of ", to.string());
     } else {
-      sync_folder(folder_of(to));
-      delete_path(from);
+      exchanged = true;
     }
   }
-  if (fs::exists(previous)) delete_path(previous);
+  // From here on the new one is there, so nothing that fails is an error of the replacement.
+  try {
+    sync_folder(folder_of(to));
+    delete_path(previous);
+    if (exchanged) delete_path(from);
+  } catch (const Error& error) {
+    log::warning(text::concat(
+        to.string(), " was replaced; then an operation failed, so the folder ",
+        "before may be left as ", (exchanged ? from : previous).string(), ": ", describe(error)));
+  }
 }
 
 fs::path replaced_folder(const fs::path& folder) {

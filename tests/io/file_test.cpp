@@ -164,6 +164,63 @@ TEST(Faults, EveryFailureLeavesTheOldFileAndNoRest) {
   }
 }
 
+// Where names can be exchanged, and where not.
+TEST(Faults, AFolderIsReplacedOrStaysWhateverFails) {
+  static bool exchanges;
+  const auto hook = [](faults::Operation operation, const fs::path&, std::size_t&) {
+    if (calls++ == fail_at) return EIO;
+    return operation == faults::Operation::kExchange && !exchanges ? EINVAL : 0;
+  };
+  for (const bool can : {true, false}) {
+    exchanges = can;
+    int replaced = 0;
+    for (int at = 0;; ++at) {
+      const TemporaryFolder folder;
+      const fs::path to = folder.path() / "to", from = folder.path() / "from";
+      for (const auto& [where, text] : {std::pair(to, "old"), std::pair(from, "new"),
+                                        std::pair(folder.path() / "to.previous", "mine")}) {
+        make_folders(where);
+        write_file(where / "state", text);
+      }
+      bool thrown = false;
+      {
+        const WithHook set(hook, at);
+        ::testing::internal::CaptureStderr();
+        try {
+          replace_folder(from, to);
+        } catch (const CheckpointError&) {
+          thrown = true;
+        }
+      }
+      const bool reached = calls > at;
+      const std::string said = ::testing::internal::GetCapturedStderr();
+      EXPECT_EQ(read_file(to / "state"), thrown ? "old" : "new") << at;
+      EXPECT_EQ(fs::exists(from) && read_file(from / "state") == "new", thrown) << at;
+      EXPECT_EQ(said.find("was replaced") != std::string::npos, reached && !thrown) << said;
+      EXPECT_EQ(read_file(folder.path() / "to.previous" / "state"), "mine");
+      if (!thrown) ++replaced;
+      if (!reached) {
+        EXPECT_EQ(names_in(folder.path()), (std::vector<std::string>{"to", "to.previous"}));
+        EXPECT_GE(at, 4);
+        break;
+      }
+      // The next one clears up.
+      if (thrown) continue;
+      make_folders(from);
+      replace_folder(from, to);
+      EXPECT_FALSE(fs::exists(folder.path() / ".to.previous")) << at;
+    }
+    EXPECT_GT(replaced, 2);
+  }
+  // A process that dies between two renames.
+  const TemporaryFolder folder;
+  make_folders(folder.path() / ".to.previous");
+  EXPECT_EQ(replaced_folder(folder.path() / "to" / ""), folder.path() / ".to.previous");
+  make_folders(folder.path() / "to.previous");
+  delete_path(folder.path() / ".to.previous");
+  EXPECT_EQ(replaced_folder(folder.path() / "to"), folder.path() / "to");
+}
+
 TEST(Faults, AFullDiskSaysHowMuchIsFree) {
   const TemporaryFolder folder;
   const WithHook hook(fail_hook, 1, ENOSPC);

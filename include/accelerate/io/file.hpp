@@ -79,12 +79,13 @@ void rename_durably(const std::filesystem::path& from, const std::filesystem::pa
 
 /// Puts the folder `from` in the place of `to`, which may be there with contents or not: at every
 /// instant one of the two has that name, where the file system can exchange two names (Linux's
-/// local ones can). Elsewhere the old one is called `to`.previous for an instant. The old one is
-/// removed then.
+/// local ones can). Elsewhere the old one is called `.NAME.previous` for an instant; a folder of
+/// that name is taken for what an earlier replacement left. The old one is removed then; when that
+/// fails, a warning says so. Throws CheckpointError when `to` was not replaced.
 void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 
-/// `folder`, or `folder`.previous where only that is there: a process died while it was replacing
-/// it.
+/// `folder`, or its `.NAME.previous` where only that is there: a process died while it was
+/// replacing it.
 std::filesystem::path replaced_folder(const std::filesystem::path& folder);
 
 /// Removes a file, or a folder with everything in it. Nothing happens when it is not there.
@@ -121,7 +122,7 @@ class TemporaryFolder {
 /// For tests that fail or kill a process in the middle of its writing.
 namespace faults {
 
-enum class Operation { kCreate, kWrite, kPreallocate, kSync, kRename, kRemove };
+enum class Operation { kCreate, kWrite, kPreallocate, kSync, kRename, kExchange, kRemove };
 
 /// Called before each operation that changes a disk, with the number of bytes that are about to be
 /// written; it may lower them. Zero lets the operation go on; another value is the errno it fails
