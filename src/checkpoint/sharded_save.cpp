@@ -137,29 +137,51 @@ GroupPlan plan_group(const std::vector<Json>& by_rank, std::size_t index,
 
 // Only a checkpoint, or nothing, may be replaced: whatever else is in the folder would be lost.
 void check_replaceable(const fs::path& folder) {
+  const auto refuse = [&](const auto&... why) {
+    throw CheckpointError(
+        text::concat("The checkpoint was to be saved as the folder ", folder.string(), why...),
+        folder.string());
+  };
   std::error_code code;
   const auto status = fs::status(folder, code);
   if (status.type() == fs::file_type::not_found) return;
-  if (status.type() != fs::file_type::directory) {
-    throw CheckpointError(
-        text::concat("The checkpoint was to be saved as the folder ", folder.string(),
-                     ", and that is a file. Name another folder."),
-        folder.string());
-  }
+  if (status.type() != fs::file_type::directory)
+    refuse(", and that is a file. Name another folder.");
   std::set<std::string> own;
   if (fs::exists(folder / io::Manifest::kFileName)) {
     own.emplace(io::Manifest::kFileName);
-    for (const io::SavedFile& file : io::Manifest::read(folder).files)
-      own.insert(file.name.substr(0, file.name.find('/')));
+    for (const io::SavedFile& file : io::Manifest::read(folder).files) own.insert(file.name);
   }
-  for (const std::string& name : io::names_in(folder)) {
+  for (const std::string& name : io::files_in(folder)) {
     if (own.contains(name)) continue;
-    throw CheckpointError(
-        text::concat("The checkpoint was to be saved as the folder ", folder.string(),
-                     ", which would be replaced, and ", name,
-                     " in it is no part of a checkpoint of this library. Name another folder."),
-        folder.string());
+    refuse(", which would be replaced, and ", name,
+           " in it is no part of a checkpoint of this library. Name another folder.");
   }
+}
+
+// What hooks put there. Throws CheckpointError for what would make a checkpoint that cannot be
+// loaded or replaced.
+std::vector<std::string> files_of_hooks(const fs::path& folder) {
+  std::vector<std::string> names = io::files_in(folder);
+  for (const std::string& name : names) {
+    const auto refuse = [&](const char* why) {
+      throw CheckpointError(
+          text::concat("A hook put ", name, " into the checkpoint ", folder.string(), ", ", why,
+                       " The checkpoint was not saved."),
+          folder.string());
+    };
+    std::error_code code;
+    if (fs::symlink_status(folder / name, code).type() != fs::file_type::regular)
+      refuse("which is not a file, so it could not be verified. Copy what it stands for.");
+    if (name == io::Manifest::kFileName)
+      refuse("which is the name of the checkpoint's own list of files. Name it otherwise.");
+    try {
+      static_cast<void>(Json(name).dump());
+    } catch (const Json::exception&) {
+      refuse("whose name is not UTF-8, so it could not be listed. Name it otherwise.");
+    }
+  }
+  return names;
 }
 
 }  // namespace
@@ -423,19 +445,18 @@ void Save::complete(const std::vector<std::string>& reports) {
       }
     }
   }
-  // What hooks put there.
-  for (const auto& entry : fs::recursive_directory_iterator(partial_)) {
-    if (!entry.is_regular_file()) continue;
-    const std::string name = entry.path().lexically_relative(partial_).string();
+  for (const std::string& name : files_of_hooks(partial_)) {
     if (listed.contains(name)) continue;
-    io::File file = io::File::open_writable(entry.path());
+    io::File file = io::File::open_writable(partial_ / name);
     file.sync();
-    const io::MappedFile map(entry.path());
+    const io::MappedFile map(partial_ / name);
     manifest.files.push_back({name, map.size(), io::block_checksums(map.bytes())});
   }
   const fs::path path = partial_ / io::Manifest::kFileName;
   manifest.check(path);
-  write_text(std::string(io::Manifest::kFileName), manifest.text());
+  const std::string text = manifest.text();
+  static_cast<void>(io::Manifest::parse(text, path));  // what loads will say of it
+  write_text(std::string(io::Manifest::kFileName), text);
   io::sync_folder(partial_);
   io::replace_folder(partial_, folder_);
 }
@@ -471,7 +492,11 @@ void Save::write(const comm::Group& group) {
   const std::string what = text::concat("saving the checkpoint ", path);
   try {
     Json report;
-    together(group, what, path, [&] { report = write_files(); });
+    together(group, what, path, [&] {
+      // Before anything large is written.
+      if (group.rank() == 0) static_cast<void>(files_of_hooks(partial_));
+      report = write_files();
+    });
     const auto reports = group.all_gather_bytes(report.dump());
     together(group, what, path, [&] {
       if (group.rank() == 0) complete(reports);

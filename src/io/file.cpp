@@ -326,6 +326,20 @@ std::vector<std::string> names_in(const fs::path& folder) {
   return names;
 }
 
+std::vector<std::string> files_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  std::error_code code;
+  for (fs::recursive_directory_iterator at(folder, code), end; !code && at != end;
+       at.increment(code)) {
+    std::error_code ignored;
+    if (at->symlink_status(ignored).type() == fs::file_type::directory) continue;
+    names.push_back(at->path().lexically_relative(folder).string());
+  }
+  if (code) throw_system(code.value(), folder, "Could not list the folder ", folder.string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
 void make_folders(const fs::path& folder) {
   std::error_code code;
   if (const int error = injected(faults::Operation::kCreate, folder)) {

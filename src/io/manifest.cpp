@@ -26,8 +26,9 @@ std::string first_line(std::string_view rest) {
 
 // A name that stays inside its folder.
 bool is_plain_name(const std::string& name) {
-  return !name.empty() && name.front() != '/' && name.find("..") == std::string::npos &&
-         name.find('\0') == std::string::npos;
+  const fs::path path(name);
+  return !name.empty() && path.is_relative() && name.find('\0') == std::string::npos &&
+         std::find(path.begin(), path.end(), "..") == path.end();
 }
 
 std::size_t blocks_of(std::uint64_t bytes) {

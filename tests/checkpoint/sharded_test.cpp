@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <iostream>
 
 namespace accelerate::checkpoints {
@@ -215,6 +216,49 @@ TEST(Sharded, EachWrongCheckpointHasItsOwnSentence) {
   world().barrier();
 }
 
+TEST(Sharded, WhatHooksPutThereIsVerifiedOrRefusedByName) {
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  Session run(world(), own_strategy(), 1);
+  const auto save = [&](auto&& hook) {
+    Save save(world(), saved);
+    save.add(module_group(*run.strategy, "model"));
+    save.plan();
+    if (world().rank() == 0) hook(save.partial_folder());
+    save.write(world());
+  };
+  // It loads, and can be replaced.
+  for (int times = 0; times < 2; ++times) {
+    save([](const fs::path& in) {
+      fs::create_directories(in / "tokens" / "none");
+      for (const char* name : {"vocab..txt", "...", "tokens/words"})
+        std::ofstream(in / name) << "x";
+      std::ofstream(in / "empty");
+    });
+    Load load(world(), saved);
+    load.verify();
+    for (const char* name : {"vocab..txt", "...", "tokens/words", "empty"})
+      EXPECT_TRUE(load.has_file(name)) << name;
+  }
+  const std::vector<std::pair<const char*, std::function<void(const fs::path&)>>> bad{
+      {"manifest.json", [](const fs::path& file) { std::ofstream(file) << "x"; }},
+      {"caf\xe9.txt", [](const fs::path& file) { std::ofstream(file) << "x"; }},
+      {"folder", [](const fs::path& file) { fs::create_directory_symlink("/tmp", file); }},
+      {"link", [](const fs::path& file) { fs::create_symlink("/proc/self/exe", file); }},
+      {"dangling", [](const fs::path& file) { fs::create_symlink("/nothing", file); }}};
+  for (const auto& [name, put] : bad) {
+    const auto message = message_of(
+        [&, put = put, name = name] { save([&](const fs::path& in) { put(in / name); }); });
+    expect_says(message, {"A hook put", name, "not saved"});
+  }
+  Load(world(), saved).verify();
+  world().barrier();
+  // A file further down would be lost, too.
+  if (world().rank() == 0) std::ofstream(saved / "tokens" / "mine") << "x";
+  expect_says(message_of([&] { save([](const fs::path&) {}); }), {"tokens/mine", "no part"});
+  world().barrier();
+}
+
 TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
   const SharedFolder folder;
   const fs::path saved = folder.path() / "saved";
@@ -250,6 +294,20 @@ TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
     run.step(1);
     run.save(where);
   }
+  // Cut by columns.
+  const std::int64_t count = 24 / world().size();
+  TensorGroup columns{.name = "model", .parts = {}, .aliases = {}};
+  columns.parts.push_back({"turned",
+                           {6, 4},
+                           {1, 0},
+                           count * world().rank(),
+                           count,
+                           at::arange(count) + count * world().rank()});
+  if (world().size() == 1) columns.parts[0] = whole_part("turned", at::arange(24).view({4, 6}).t());
+  Save turned(world(), folder.path() / "turned");
+  turned.add(std::move(columns));
+  turned.plan();
+  turned.write(world());
   world().barrier();
   if (world().rank() == 0) {
     const fs::path merged = folder.path() / "merged";
@@ -271,9 +329,6 @@ TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
       }
       EXPECT_EQ(found, expected.size());
     };
-    // Cut in the order of its memory, which is not that of its rows.
-    const auto order = Load(comm::Group(), saved[0]).manifest().find("model", "conv.weight")->order;
-    EXPECT_EQ(order.empty(), world().size() == 1);
     EXPECT_EQ(merge(saved[0], merged).first, 0);
     EXPECT_EQ(io::names_in(merged), std::vector<std::string>{"model.safetensors"});
     expect_weights_of(saved[0]);
@@ -284,6 +339,9 @@ TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
     EXPECT_EQ(merge(saved[0], merged, "--max-shard-size 1KB").first, 0);
     EXPECT_NE(io::names_in(merged), before);
     expect_weights_of(saved[0]);
+    EXPECT_EQ(merge(folder.path() / "turned", folder.path() / "rows").first, 0);
+    EXPECT_TRUE(
+        at::equal(load_file(folder.path() / "rows").at(0).tensor, at::arange(24).view({4, 6}).t()));
 
     // Neither into another checkpoint nor into itself.
     for (const fs::path& from : saved) {

@@ -94,6 +94,10 @@ void delete_path(const std::filesystem::path& path);
 /// The names of the files and folders in a folder, sorted.
 std::vector<std::string> names_in(const std::filesystem::path& folder);
 
+/// What is in a folder and in those below it and is no folder itself, as paths from it, sorted.
+/// Links are named and not followed.
+std::vector<std::string> files_in(const std::filesystem::path& folder);
+
 /// Makes a folder, and those above it.
 void make_folders(const std::filesystem::path& folder);
 
