@@ -70,6 +70,13 @@ std::string hex_of(const std::vector<std::uint64_t>& checksums) {
   return hex;
 }
 
+// LibTorch counts two 4-bit numbers as one element and converts none: they are saved as bytes, of
+// which all that follows has as many as it counts.
+at::Tensor countable(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach();
+  return own.scalar_type() == at::kFloat4_e2m1fn_x2 ? own.view(at::kByte) : own;
+}
+
 // What each process tells the others: [name, first, count, whole, of_first_process, bytes].
 Json describe_parts(const TensorGroup& group) {
   Json parts = Json::array();
@@ -189,12 +196,12 @@ std::vector<std::string> files_of_hooks(const fs::path& folder) {
 bool TensorPart::is_whole() const noexcept { return count == elements_of(shape); }
 
 TensorPart whole_part(std::string name, const at::Tensor& tensor) {
-  return {std::move(name), tensor.sizes().vec(), {}, 0, tensor.numel(), tensor.detach()};
+  return {std::move(name), tensor.sizes().vec(), {}, 0, tensor.numel(), countable(tensor)};
 }
 
 TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data) {
   TensorPart part = {shard.name,   shard.global_shape, {},
-                     shard.offset, shard.elements,     data.detach()};
+                     shard.offset, shard.elements,     countable(data)};
   const auto order = memory_order(shard.global_shape, shard.global_strides);
   if (!part.is_whole()) {
     part.order = order;
@@ -268,6 +275,11 @@ void Save::plan() {
   for (const std::string& text : group_.all_gather_bytes(own.dump()))
     all.push_back(Json::parse(text));
   together(group_, "planning the checkpoint", folder_.string(), [&] {
+    for (const TensorGroup& group : groups_) {
+      // Refuses what a file cannot hold, by name.
+      for (const TensorPart& part : group.parts)
+        static_cast<void>(tensor_info({part.name, part.data}));
+    }
     std::vector<std::uint64_t> load(all.size());
     const auto self = static_cast<std::size_t>(group_.rank());
     for (std::size_t g = 0; g < groups_.size(); ++g) {

@@ -48,6 +48,13 @@ constexpr std::array<DtypePair, 20> kDtypes{{
     {at::kUInt64, st::Dtype::kU64},
 }};
 
+std::optional<st::Dtype> dtype_of(c10::ScalarType dtype) {
+  for (const DtypePair& pair : kDtypes) {
+    if (pair.tensor == dtype) return pair.file;
+  }
+  return std::nullopt;
+}
+
 // What makes two tensors one and the same.
 using Identity = std::tuple<const void*, const void*, c10::ScalarType, std::vector<std::int64_t>,
                             std::vector<std::int64_t>>;
@@ -145,9 +152,7 @@ std::vector<std::int64_t> tensor_shape(const st::TensorInfo& info, const fs::pat
 }  // namespace
 
 st::Dtype file_dtype(c10::ScalarType dtype) {
-  for (const DtypePair& pair : kDtypes) {
-    if (pair.tensor == dtype) return pair.file;
-  }
+  if (const auto found = dtype_of(dtype)) return *found;
   throw UnsupportedError(text::concat("safetensors files have no dtype for ", c10::toString(dtype),
                                       ". Convert the tensor, or save a .pt file."));
 }
@@ -163,8 +168,14 @@ c10::ScalarType tensor_dtype(st::Dtype dtype) {
 st::TensorInfo tensor_info(const NamedTensor& named) {
   check_plain(named);
   const at::Tensor& tensor = named.tensor;
-  st::TensorInfo info{
-      .name = named.name, .dtype = file_dtype(tensor.scalar_type()), .shape = tensor.sizes().vec()};
+  const auto dtype = dtype_of(tensor.scalar_type());
+  if (!dtype) {
+    throw UnsupportedError(text::concat(
+        "The tensor '", named.name, "' has the dtype ", c10::toString(tensor.scalar_type()),
+        ", which safetensors files do not have. Convert it, or save "
+        "a .pt file."));
+  }
+  st::TensorInfo info{.name = named.name, .dtype = *dtype, .shape = tensor.sizes().vec()};
   if (info.dtype == st::Dtype::kF4) {
     if (info.shape.empty()) {
       throw UnsupportedError(

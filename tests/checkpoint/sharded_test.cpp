@@ -356,6 +356,67 @@ TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
   world().barrier();
 }
 
+TEST(Sharded, EveryDtypeComesBackByteForByte) {
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  const std::vector<at::ScalarType> dtypes{at::kBool,
+                                           at::kByte,
+                                           at::kChar,
+                                           at::kShort,
+                                           at::kInt,
+                                           at::kLong,
+                                           at::kUInt16,
+                                           at::kUInt32,
+                                           at::kUInt64,
+                                           at::kHalf,
+                                           at::kFloat,
+                                           at::kDouble,
+                                           at::kBFloat16,
+                                           at::kComplexFloat,
+                                           at::kFloat8_e5m2,
+                                           at::kFloat8_e4m3fn,
+                                           at::kFloat8_e4m3fnuz,
+                                           at::kFloat8_e5m2fnuz,
+                                           at::kFloat8_e8m0fnu,
+                                           at::kFloat4_e2m1fn_x2};
+  std::vector<at::Tensor> bytes;
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    bytes.push_back(
+        at::arange(6 * 16, at::kByte).view({6, 16}).remainder(dtypes[i] == at::kBool ? 2 : 111));
+  const auto group = [&] {
+    TensorGroup tensors{.name = "model", .parts = {}, .aliases = {}};
+    for (std::size_t i = 0; i < dtypes.size(); ++i)
+      tensors.parts.push_back(whole_part(c10::toString(dtypes[i]), bytes[i].view(dtypes[i])));
+    return tensors;
+  };
+  {
+    Save save(world(), saved);
+    save.add(group());
+    save.plan();
+    save.write(world());
+  }
+  std::vector<at::Tensor> before;
+  for (at::Tensor& tensor : bytes) {
+    before.push_back(tensor.clone());
+    tensor.zero_();
+  }
+  Load load(world(), saved);
+  load.want_all(group(), true);
+  load.verify();
+  load.read();
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    EXPECT_TRUE(at::equal(bytes[i], before[i])) << c10::toString(dtypes[i]);
+
+  // What cannot be saved is named before anything is written.
+  Save save(world(), saved);
+  TensorGroup other{.name = "model", .parts = {}, .aliases = {}};
+  other.parts.push_back(whole_part("phases", at::zeros({2}, at::kComplexDouble)));
+  save.add(std::move(other));
+  expect_says(message_of([&] { save.plan(); }), {"'phases'", "ComplexDouble"});
+  EXPECT_FALSE(fs::exists(save.partial_folder()));
+  load.verify();
+}
+
 TEST(Sharded, StatesOfOtherShapesAreHeldOrRefusedByName) {
   const SharedFolder folder;
   const auto make = [&](std::int64_t seed) {

@@ -62,7 +62,8 @@ struct TensorGroup {
   std::function<PyValue(const std::vector<TensorPart>& parts)> python = nullptr;
 };
 
-/// A whole tensor.
+/// A whole tensor. Shares its memory; 4-bit numbers, of which LibTorch counts two as one element,
+/// are seen as bytes.
 TensorPart whole_part(std::string name, const at::Tensor& tensor);
 /// What `shard` is of its parameter, with `data` (the leaf, or a state of the optimizer that is
 /// shaped like it) for its elements. Shares memory with `data`.
