@@ -212,6 +212,28 @@ TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
   EXPECT_EQ(accelerator.load_state().filename(), "checkpoint_6");
 }
 
+TEST_F(Checkpoints, ADamagedOldCheckpointStopsNoLaterSave) {
+  Accelerator accelerator(options(numbered().total_limit(2).keep_best(1)));
+  Net net;
+  auto model = accelerator.prepare(net);
+  const fs::path parent = folder.path_ / "checkpoints";
+  double metric = 10;
+  const auto save = [&] { accelerator.save_state({}, SaveStateOptions().metric(metric--)); };
+  for (int i = 0; i < 3; ++i) save();
+  world().barrier();
+  if (world().rank() == 0) std::fstream(parent / "checkpoint_1" / "manifest.json") << "damaged";
+  world().barrier();
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 3; ++i) save();
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said.find("checkpoint_1 may be among the best and is kept") != std::string::npos,
+            world().rank() == 0)
+      << said;
+  // The damaged one, the best, and the two newest.
+  EXPECT_EQ(names(parent), (std::set<std::string>{"checkpoint_1", "checkpoint_3", "checkpoint_4",
+                                                  "checkpoint_5", "latest"}));
+}
+
 TEST_F(Checkpoints, ALargerWorldDerivesTheRandomStatesOfItsNewRanksAndSaysSo) {
   if (world().size() == 1) GTEST_SKIP() << "nobody is new";
   GradientState gradients;
