@@ -157,7 +157,13 @@ void check_replaceable(const fs::path& folder) {
   std::set<std::string> own;
   if (fs::exists(folder / io::Manifest::kFileName)) {
     own.emplace(io::Manifest::kFileName);
-    for (const io::SavedFile& file : io::Manifest::read(folder).files) own.insert(file.name);
+    try {
+      for (const io::SavedFile& file : io::Manifest::read(folder).files) own.insert(file.name);
+    } catch (const CheckpointError&) {
+      refuse(", which would be replaced, and the ", io::Manifest::kFileName,
+             " in it is damaged or another program's, so that a checkpoint's files and others "
+             "cannot be told apart. Nothing was changed. Remove that folder, or name another.");
+    }
   }
   for (const std::string& name : io::files_in(folder)) {
     if (own.contains(name)) continue;

@@ -213,6 +213,13 @@ TEST(Sharded, EachWrongCheckpointHasItsOwnSentence) {
     if (world().rank() == 0) fs::permissions(folder.path(), fs::perms::owner_all);
   }
   EXPECT_TRUE(fs::exists(folder.path() / "other" / "notes.txt"));
+  if (world().rank() == 0) std::fstream(saved / "manifest.json") << "damaged";
+  world().barrier();
+  const std::string message = message_of([&] { run.save(saved); });
+  expect_says(message,
+              {"manifest.json", "is damaged", "Nothing was changed", "Remove that folder"});
+  EXPECT_EQ(message.find("loaded"), std::string::npos) << message;
+  EXPECT_TRUE(fs::exists(saved / "optimizer.json"));
   world().barrier();
 }
 
