@@ -151,7 +151,11 @@ void check_replaceable(const fs::path& folder) {
   };
   std::error_code code;
   const auto status = fs::status(folder, code);
-  if (status.type() == fs::file_type::not_found) return;
+  if (status.type() == fs::file_type::not_found) {
+    if (fs::is_symlink(folder, code))
+      refuse(", a link to what is not there. Make that folder, or name another.");
+    return;
+  }
   if (status.type() != fs::file_type::directory)
     refuse(", and that is a file. Name another folder.");
   std::set<std::string> own;
@@ -253,6 +257,11 @@ TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
 Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
   folder = fs::absolute(folder).lexically_normal();
   if (!folder.has_filename()) folder = folder.parent_path();
+  // What a link names is replaced, on the disk that it is on, and not the link.
+  std::error_code code;
+  if (fs::is_symlink(folder, code)) {
+    if (const fs::path real = fs::canonical(folder, code); !code) folder = real;
+  }
   folder_ = std::move(folder);
   partial_ = folder_.parent_path() / ("." + folder_.filename().string() + ".partial");
 }

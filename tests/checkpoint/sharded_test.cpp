@@ -266,6 +266,25 @@ TEST(Sharded, WhatHooksPutThereIsVerifiedOrRefusedByName) {
   world().barrier();
 }
 
+TEST(Sharded, ALinkToAFolderStaysOne) {
+  const SharedFolder folder;
+  const fs::path real = folder.path() / "disk" / "real", link = folder.path() / "link";
+  if (world().rank() == 0) fs::create_directory_symlink(real, link);
+  world().barrier();
+  Session run(world(), own_strategy(), 1);
+  run.step(1);
+  expect_says(message_of([&] { run.save(link); }), {"a link to what is not there"});
+  world().barrier();
+  if (world().rank() == 0) fs::create_directories(real);
+  world().barrier();
+  for (int i = 0; i < 2; ++i) run.save(link);
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_TRUE(fs::exists(real / "manifest.json"));
+  EXPECT_EQ(io::names_in(folder.path()), (std::vector<std::string>{"disk", "link"}));
+  EXPECT_EQ(io::names_in(real.parent_path()), std::vector<std::string>{"real"});
+  run.load(link);
+}
+
 TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
   const SharedFolder folder;
   const fs::path saved = folder.path() / "saved";

@@ -78,7 +78,8 @@ class Save {
  public:
   /// A folder of the name `folder` is replaced when the checkpoint is complete, and not before;
   /// until then it is written to `.NAME.partial` beside it. Throws CheckpointError when what is
-  /// there is a file, or a folder with something else in it than a checkpoint.
+  /// there is a file, or a folder with something else in it than a checkpoint. Where it is a link
+  /// to a folder, that folder is meant.
   Save(comm::Group group, std::filesystem::path folder);
 
   void add(TensorGroup tensors);
