@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <utility>
 
@@ -189,9 +190,51 @@ std::string read_file(const fs::path& path, std::uint64_t most) {
   return contents;
 }
 
+namespace {
+
+// The machine is named as well: another one's process cannot be seen from here.
+std::string this_machine() {
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// What the process that was writing `partial` would have made, if it has ended; else nothing.
+std::string_view abandoned(std::string_view partial) {
+  constexpr std::string_view kEnd = ".partial";
+  const std::string machine = "." + this_machine();
+  if (!partial.ends_with(kEnd)) return {};
+  partial.remove_suffix(kEnd.size());
+  const auto dot = partial.rfind('.');
+  if (dot == std::string_view::npos) return {};
+  const auto process = text::to_int(partial.substr(dot + 1));
+  if (!process || *process <= 0 || ::kill(static_cast<pid_t>(*process), 0) == 0 || errno != ESRCH)
+    return {};
+  partial = partial.substr(0, dot);
+  if (!partial.ends_with(machine)) return {};
+  partial.remove_suffix(machine.size());
+  return partial;
+}
+
+}  // namespace
+
 fs::path partial_of(const fs::path& path) {
+  const std::string file = path.filename().string();
+  remove_abandoned(folder_of(path), [&](std::string_view name) { return name == file; });
   fs::path partial = path;
-  return partial += text::concat(".", ::getpid(), ".partial");
+  return partial += text::concat(".", this_machine(), ".", ::getpid(), ".partial");
+}
+
+void remove_abandoned(const fs::path& folder,
+                      const std::function<bool(std::string_view name)>& is_one) {
+  std::error_code ignored;  // whoever writes here next is told
+  for (fs::directory_iterator at(folder, ignored), end; !ignored && at != end;
+       at.increment(ignored)) {
+    const std::string name = at->path().filename().string();
+    const std::string_view file = abandoned(name);
+    std::error_code removed;
+    if (!file.empty() && is_one(file)) fs::remove(at->path(), removed);
+  }
 }
 
 void replace_file(const fs::path& path, const std::function<void(const fs::path& partial)>& write) {

@@ -185,6 +185,7 @@ std::vector<std::string> write_shards(
     const std::function<void(const fs::path&, const std::vector<TensorInfo>&)>& write) {
   expect_no_checkpoint(folder);
   make_folders(folder);
+  remove_abandoned(folder, [&](std::string_view file) { return is_shard_of(file, stem); });
   Index index;
   std::vector<std::string> files;
   std::vector<fs::path> partials;

@@ -245,6 +245,7 @@ TEST(Faults, AKillAtAnyCallLeavesOldOrNewInFull) {
   for (int at = 0; !survived; ++at) {
     ASSERT_LT(at, 100);
     write_file(path, old_text);
+    EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"state"}) << at;
     const pid_t child = ::fork();
     if (child == 0) {
       const WithHook hook(torn_hook, at);

@@ -58,8 +58,14 @@ class File {
 std::string read_file(const std::filesystem::path& path,
                       std::uint64_t most = std::uint64_t{1} << 30);
 
-/// Where this process writes the file `path` until it is complete: beside it.
+/// Where this process writes the file `path` until it is complete: beside it. Removes what
+/// processes that died left there of this file.
 std::filesystem::path partial_of(const std::filesystem::path& path);
+
+/// Removes what processes of this machine that died were writing in `folder` under a name of
+/// `partial_of`, where `is_one(name)` of the file that it was to become.
+void remove_abandoned(const std::filesystem::path& folder,
+                      const std::function<bool(std::string_view name)>& is_one);
 
 /// Has `write` make the file under another name in its folder, and gives it the name `path` when it
 /// is complete. After an error nothing of it is left.
