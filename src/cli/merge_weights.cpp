@@ -73,7 +73,8 @@ void write_shard(const fs::path& path, std::vector<st::TensorInfo> infos,
   writer.finish();
 }
 
-void merge(const fs::path& in, const fs::path& out, const std::string& max_shard_size) {
+void merge(const fs::path& checkpoint, const fs::path& out, const std::string& max_shard_size) {
+  const fs::path in = io::replaced_folder(checkpoint);
   const std::uint64_t most = st::parse_size(max_shard_size);
   const io::Manifest manifest = io::Manifest::read(in);
   manifest.check_files(in);

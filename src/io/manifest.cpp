@@ -143,6 +143,11 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
 
 Manifest Manifest::read(const fs::path& folder) {
   const fs::path path = folder / kFileName;
+  if (std::error_code ignored; !fs::exists(path, ignored)) {
+    throw CheckpointError(text::concat("There is no complete checkpoint of this library in ",
+                                       folder.string(), ": it has no ", kFileName, "."),
+                          folder.string());
+  }
   return parse(read_file(path), path);
 }
 

@@ -375,6 +375,10 @@ TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
       EXPECT_EQ(code, 1);
       expect_says(said, {"first", "holds a checkpoint", "Name another folder"});
     }
+    const auto [code, said] = merge(folder.path() / "nothing", merged);
+    EXPECT_EQ(code, 1);
+    expect_says(said, {"There is no complete checkpoint", "nothing"});
+    EXPECT_EQ(said.find("Caused by"), std::string::npos) << said;
     const auto tensors = load_file(merged);
     EXPECT_THROW(save_sharded(tensors, saved[0], "5GB"), CheckpointError);
     Load(comm::Group(), saved[0]).verify();

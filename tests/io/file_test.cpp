@@ -107,6 +107,7 @@ TEST(File, SaysWhatIsWrongWithAPath) {
   } catch (const CheckpointError& error) {
     EXPECT_THROW(std::rethrow_if_nested(error),
                  std::system_error);  // the system's own error is kept
+    EXPECT_EQ(describe(error), error.what());  // which says the same
   }
 }
 
