@@ -272,10 +272,10 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
   }
   // The thread's collectives must not mix with those of training.
   if (!writing_) writing_ = group_.split(0, group_.rank(), "checkpoint");
-  save->take_snapshot();
-  in_flight_ = std::make_unique<InFlight>();
-  in_flight_->save = std::move(save);
-  in_flight_->thread = std::thread([this, numbered, flight = in_flight_.get()] {
+  together(group_, "copying the state to save", target.string(), [&] { save->take_snapshot(); });
+  auto started = std::make_unique<InFlight>();
+  started->save = std::move(save);
+  started->thread = std::thread([this, numbered, flight = started.get()] {
     try {
       write(*flight->save, *writing_, numbered);
     } catch (...) {
@@ -283,6 +283,7 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
     }
     flight->done = true;
   });
+  in_flight_ = std::move(started);
   return in_flight_->save->folder();
 }
 

@@ -501,10 +501,10 @@ Json Save::write_files() {
       failures[i] = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;  // joined also where one more cannot be made
   for (std::size_t i = 1; i < mine_.size(); ++i) threads.emplace_back(work, i);
   if (!mine_.empty()) work(0);
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }

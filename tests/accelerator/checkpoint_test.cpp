@@ -9,6 +9,7 @@
 #include <accelerate/checkpoint/tensor_file.hpp>
 
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/data/dataloader_options.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -17,9 +18,11 @@
 #include <torch/utils.h>
 #include <nlohmann/json.hpp>
 
+#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <set>
 
 namespace accelerate {
@@ -297,6 +300,42 @@ TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheN
   io::faults::set_hook(nullptr);
   EXPECT_EQ(names(folder.path_ / "checkpoints"),
             (std::set<std::string>{"checkpoint_0", "checkpoint_1", "latest"}));
+}
+
+// Fails once, where `armed` bytes are asked for.
+struct OutOfMemoryOnce final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (std::size_t asked = bytes; armed.compare_exchange_strong(asked, 0)) throw std::bad_alloc();
+    return own->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return own->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    own->copy_data(to, from, bytes);
+  }
+  c10::Allocator* own = c10::GetCPUAllocator();
+  std::atomic<std::size_t> armed{0};
+};
+
+TEST_F(Checkpoints, AProcessWithoutMemoryForTheCopyStopsTheAsynchronousSaveOnAll) {
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  train(accelerator, model, optimizer, 0, 1);
+  static OutOfMemoryOnce allocator;
+  c10::SetCPUAllocator(&allocator, /*priority=*/1);
+  auto handle = accelerator.register_save_state_pre_hook([&](const fs::path&) {
+    if (world().rank() == world().size() - 1) allocator.armed = net->hidden->weight.nbytes();
+  });
+  const auto later = SaveStateOptions().asynchronous(true);
+  EXPECT_THROW(accelerator.save_state(folder.path_ / "saved", later), std::exception);
+  EXPECT_EQ(allocator.armed, 0U);
+  handle.remove();
+  accelerator.wait_for_checkpoint();  // there is none
+  accelerator.save_state(folder.path_ / "saved", later);
+  accelerator.wait_for_checkpoint();
+  accelerator.load_state(folder.path_ / "saved");
+  c10::SetCPUAllocator(allocator.own, 1);
 }
 
 TEST_F(Checkpoints, WhatDoesNotFitIsSaidBeforeAnythingChanges) {

@@ -6,13 +6,16 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -20,6 +23,7 @@
 #include <set>
 #include <thread>
 
+#include "base/in_threads.hpp"
 #include "io/checked_writer.hpp"
 
 namespace accelerate::io {
@@ -106,7 +110,7 @@ TEST(File, SaysWhatIsWrongWithAPath) {
     File::open(folder.path() / "none");
   } catch (const CheckpointError& error) {
     EXPECT_THROW(std::rethrow_if_nested(error),
-                 std::system_error);  // the system's own error is kept
+                 std::system_error);           // the system's own error is kept
     EXPECT_EQ(describe(error), error.what());  // which says the same
   }
 }
@@ -295,6 +299,44 @@ TEST(MappedFile, ReadsSlicesAndNoticesWhatHappenedToTheFile) {
   write_file(path, "");
   EXPECT_EQ(MappedFile(path).size(), 0U);
   EXPECT_TRUE(MappedFile(path).slice(0, 0).empty());
+}
+
+// ------------------------------------------------------------------------------------ in_threads
+
+TEST(InThreads, NothingToDoNeedsNoThreads) {
+  in_threads(0, 0, [] { return [](std::size_t) { ADD_FAILURE(); }; });
+}
+
+TEST(InThreads, AThreadThatCannotBeMadeIsAnError) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need the memory that is kept from them here";
+#endif
+  for (const bool watched : {false, true}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      // Room for a few stacks of threads.
+      std::size_t pages = 0;
+      std::ifstream("/proc/self/statm") >> pages;
+      const rlim_t most = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (40 << 20);
+      const rlimit limit{most, most};
+      if (::setrlimit(RLIMIT_AS, &limit) != 0) ::_exit(2);
+      try {
+        in_threads(
+            1000, 1000,
+            [] {
+              return
+                  [](std::size_t) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+            },
+            watched ? std::function<void()>([] {}) : nullptr);
+      } catch (const std::system_error&) {
+        ::_exit(0);
+      }
+      ::_exit(1);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
 }
 
 // -------------------------------------------------------------------------------------- checksum
