@@ -27,6 +27,8 @@ std::vector<std::string> Accelerator::save_model(PreparedModuleBase& model,
       io::make_folders(folder);
       files = {"pytorch_model.bin"};
       checkpoints::save_pt(checkpoints::state_dict(state), folder / files.front());
+      // Readers would prefer an earlier set of safetensors files.
+      io::safetensors::remove_shards(folder, "model");
     }
   });
   return Json::parse(world().broadcast_bytes(Json(files).dump())).get<std::vector<std::string>>();

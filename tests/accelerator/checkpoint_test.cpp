@@ -6,6 +6,7 @@
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/checkpointing.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 
 #include <ATen/ATen.h>
@@ -364,11 +365,10 @@ TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
   EXPECT_EQ(accelerator.save_model(model, where), std::vector<std::string>{"model.safetensors"});
   EXPECT_EQ(names(where), std::set<std::string>{"model.safetensors"});
   accelerator.save_model(model, where, "10GB", /*safe_serialization=*/false);
-  for (const NamedTensor& tensor : checkpoints::load_file(where / "model.safetensors")) {
-    if (tensor.name == "hidden.weight") {
-      EXPECT_TRUE(at::equal(tensor.tensor, model.state_dict()[0].tensor));
-    }
-  }
+  EXPECT_EQ(names(where), std::set<std::string>{"pytorch_model.bin"});
+  const auto saved = checkpoints::named_tensors(checkpoints::load_pt(where / "pytorch_model.bin"));
+  EXPECT_EQ(saved.at(0).name, "hidden.weight");
+  EXPECT_TRUE(at::equal(saved.at(0).tensor, model.state_dict()[0].tensor));
 }
 
 TEST_F(Checkpoints, SaveModelLeavesACheckpointAlone) {
