@@ -1,6 +1,7 @@
 #include "accelerator/checkpoint_names.hpp"
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 
 #include <algorithm>
@@ -73,12 +74,22 @@ std::vector<fs::path> superfluous(const fs::path& parent, const ProjectConfigura
   if (project.keep_best() == 0) return complete;
   // The best of all, the newest included, would do; those are kept anyway.
   std::vector<std::pair<double, fs::path>> by_metric;
-  for (const fs::path& folder : complete) {
-    const Json metric = io::Manifest::read(folder).about.value("metric", Json());
-    if (!metric.is_number()) continue;
-    by_metric.emplace_back(project.lower_is_better() ? metric.get<double>() : -metric.get<double>(),
-                           folder);
-  }
+  std::erase_if(complete, [&](const fs::path& folder) {
+    try {
+      const Json metric = io::Manifest::read(folder).about.value("metric", Json());
+      if (metric.is_number())
+        by_metric.emplace_back(
+            project.lower_is_better() ? metric.get<double>() : -metric.get<double>(), folder);
+      return false;
+    } catch (const Error& error) {
+      // The one that was just saved is complete all the same.
+      log::warning(text::concat("The old checkpoint ", folder.string(),
+                                " may be among the best and is kept, as its metric cannot be read. "
+                                "Delete it if you do not need it. ",
+                                describe(error)));
+      return true;
+    }
+  });
   std::stable_sort(by_metric.begin(), by_metric.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   by_metric.resize(std::min(by_metric.size(), static_cast<std::size_t>(project.keep_best())));

@@ -282,10 +282,11 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
     const bool one_folder = group_.size() == world.size();
     writing_ = {one_folder ? world : group_.split(0, group_.rank(), "checkpoint_node"), world};
   }
-  save->take_snapshot();
-  in_flight_ = std::make_unique<InFlight>();
-  in_flight_->save = std::move(save);
-  in_flight_->thread = std::thread([this, numbered, flight = in_flight_.get()] {
+  together(savers_.world, "copying the state to save", target.string(),
+           [&] { save->take_snapshot(); });
+  auto started = std::make_unique<InFlight>();
+  started->save = std::move(save);
+  started->thread = std::thread([this, numbered, flight = started.get()] {
     try {
       write(*flight->save, *writing_, numbered);
     } catch (...) {
@@ -293,6 +294,7 @@ fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& opt
     }
     flight->done = true;
   });
+  in_flight_ = std::move(started);
   return in_flight_->save->folder();
 }
 

@@ -3,6 +3,7 @@
 #include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
+#include <accelerate/io/manifest.hpp>
 
 #include <ATen/ops/full.h>
 #include <nlohmann/json.hpp>
@@ -19,12 +20,15 @@ std::vector<std::string> Accelerator::save_model(PreparedModuleBase& model,
   std::vector<std::string> files;
   checkpoints::together(world(), "save_model()", folder.string(), [&] {
     if (!is_main_process()) return;
-    io::make_folders(folder);
     if (safe_serialization) {
       files = checkpoints::save_sharded(state, folder, max_shard_size);
     } else {
+      io::expect_no_checkpoint(folder);
+      io::make_folders(folder);
       files = {"pytorch_model.bin"};
       checkpoints::save_pt(checkpoints::state_dict(state), folder / files.front());
+      // Readers would prefer an earlier set of safetensors files.
+      io::safetensors::remove_shards(folder, "model");
     }
   });
   return Json::parse(world().broadcast_bytes(Json(files).dump())).get<std::vector<std::string>>();

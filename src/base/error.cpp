@@ -38,7 +38,9 @@ std::string describe(const std::exception& error) {
   try {
     std::rethrow_if_nested(error);
   } catch (const std::exception& nested) {
-    text += " Caused by: " + describe(nested);
+    // Messages about files end with the system's reason already.
+    const std::string cause = describe(nested);
+    if (text.find(cause) == std::string::npos) text += " Caused by: " + cause;
   } catch (...) {
     text += " Caused by something that is not a std::exception.";
   }

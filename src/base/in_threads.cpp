@@ -34,7 +34,16 @@ void in_threads(std::size_t threads, std::size_t count,
   };
   std::vector<std::thread> others;
   running.store(threads);
-  for (std::size_t i = watch ? 0 : 1; i < threads; ++i) others.emplace_back(work);
+  const std::size_t wanted = watch || threads == 0 ? threads : threads - 1;
+  try {
+    while (others.size() < wanted) others.emplace_back(work);
+  } catch (...) {
+    // Those there are end, and are joined.
+    const std::lock_guard lock(mutex);
+    if (!error) error = std::current_exception();
+    next.store(count);
+    running.fetch_sub(wanted - others.size());
+  }
   if (watch) {
     while (running.load() > 0) {
       watch();

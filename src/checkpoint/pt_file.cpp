@@ -8,7 +8,6 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <exception>
@@ -159,9 +158,7 @@ void write_archive(const Pickled& pickled,
 
 void save_pt(const PyValue& value, const fs::path& path) {
   const Pickled pickled = pickle(value);
-  fs::path partial = path;
-  partial += text::concat(".", ::getpid(), ".partial");
-  try {
+  io::replace_file(path, [&](const fs::path& partial) {
     io::File file = io::File::create(partial);
     std::uint64_t at = 0;
     write_archive(
@@ -173,12 +170,7 @@ void save_pt(const PyValue& value, const fs::path& path) {
         path.string());
     file.sync();
     file.close();
-    io::rename_durably(partial, path);
-  } catch (...) {
-    std::error_code ignored;  // the first error is the one to report
-    fs::remove(partial, ignored);
-    throw;
-  }
+  });
 }
 
 }  // namespace accelerate::checkpoints

@@ -70,6 +70,13 @@ std::string hex_of(const std::vector<std::uint64_t>& checksums) {
   return hex;
 }
 
+// LibTorch counts two 4-bit numbers as one element and converts none: they are saved as bytes, of
+// which all that follows has as many as it counts.
+at::Tensor countable(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach();
+  return own.scalar_type() == at::kFloat4_e2m1fn_x2 ? own.view(at::kByte) : own;
+}
+
 // What each process tells the others: [name, first, count, whole, of_first_process, bytes].
 Json describe_parts(const TensorGroup& group) {
   Json parts = Json::array();
@@ -137,29 +144,61 @@ GroupPlan plan_group(const std::vector<Json>& by_rank, std::size_t index,
 
 // Only a checkpoint, or nothing, may be replaced: whatever else is in the folder would be lost.
 void check_replaceable(const fs::path& folder) {
+  const auto refuse = [&](const auto&... why) {
+    throw CheckpointError(
+        text::concat("The checkpoint was to be saved as the folder ", folder.string(), why...),
+        folder.string());
+  };
   std::error_code code;
   const auto status = fs::status(folder, code);
-  if (status.type() == fs::file_type::not_found) return;
-  if (status.type() != fs::file_type::directory) {
-    throw CheckpointError(
-        text::concat("The checkpoint was to be saved as the folder ", folder.string(),
-                     ", and that is a file. Name another folder."),
-        folder.string());
+  if (status.type() == fs::file_type::not_found) {
+    if (fs::is_symlink(folder, code))
+      refuse(", a link to what is not there. Make that folder, or name another.");
+    return;
   }
+  if (status.type() != fs::file_type::directory)
+    refuse(", and that is a file. Name another folder.");
   std::set<std::string> own;
   if (fs::exists(folder / io::Manifest::kFileName)) {
     own.emplace(io::Manifest::kFileName);
-    for (const io::SavedFile& file : io::Manifest::read(folder).files)
-      own.insert(file.name.substr(0, file.name.find('/')));
+    try {
+      for (const io::SavedFile& file : io::Manifest::read(folder).files) own.insert(file.name);
+    } catch (const CheckpointError&) {
+      refuse(", which would be replaced, and the ", io::Manifest::kFileName,
+             " in it is damaged or another program's, so that a checkpoint's files and others "
+             "cannot be told apart. Nothing was changed. Remove that folder, or name another.");
+    }
   }
-  for (const std::string& name : io::names_in(folder)) {
+  for (const std::string& name : io::files_in(folder)) {
     if (own.contains(name)) continue;
-    throw CheckpointError(
-        text::concat("The checkpoint was to be saved as the folder ", folder.string(),
-                     ", which would be replaced, and ", name,
-                     " in it is no part of a checkpoint of this library. Name another folder."),
-        folder.string());
+    refuse(", which would be replaced, and ", name,
+           " in it is no part of a checkpoint of this library. Name another folder.");
   }
+}
+
+// What hooks put there. Throws CheckpointError for what would make a checkpoint that cannot be
+// loaded or replaced.
+std::vector<std::string> files_of_hooks(const fs::path& folder) {
+  std::vector<std::string> names = io::files_in(folder);
+  for (const std::string& name : names) {
+    const auto refuse = [&](const char* why) {
+      throw CheckpointError(
+          text::concat("A hook put ", name, " into the checkpoint ", folder.string(), ", ", why,
+                       " The checkpoint was not saved."),
+          folder.string());
+    };
+    std::error_code code;
+    if (fs::symlink_status(folder / name, code).type() != fs::file_type::regular)
+      refuse("which is not a file, so it could not be verified. Copy what it stands for.");
+    if (name == io::Manifest::kFileName)
+      refuse("which is the name of the checkpoint's own list of files. Name it otherwise.");
+    try {
+      static_cast<void>(Json(name).dump());
+    } catch (const Json::exception&) {
+      refuse("whose name is not UTF-8, so it could not be listed. Name it otherwise.");
+    }
+  }
+  return names;
 }
 
 }  // namespace
@@ -167,12 +206,12 @@ void check_replaceable(const fs::path& folder) {
 bool TensorPart::is_whole() const noexcept { return count == elements_of(shape); }
 
 TensorPart whole_part(std::string name, const at::Tensor& tensor) {
-  return {std::move(name), tensor.sizes().vec(), {}, 0, tensor.numel(), tensor.detach()};
+  return {std::move(name), tensor.sizes().vec(), {}, 0, tensor.numel(), countable(tensor)};
 }
 
 TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data) {
   TensorPart part = {shard.name,   shard.global_shape, {},
-                     shard.offset, shard.elements,     data.detach()};
+                     shard.offset, shard.elements,     countable(data)};
   const auto order = memory_order(shard.global_shape, shard.global_strides);
   if (!part.is_whole()) {
     part.order = order;
@@ -218,6 +257,11 @@ TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
 Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
   folder = fs::absolute(folder).lexically_normal();
   if (!folder.has_filename()) folder = folder.parent_path();
+  // What a link names is replaced, on the disk that it is on, and not the link.
+  std::error_code code;
+  if (fs::is_symlink(folder, code)) {
+    if (const fs::path real = fs::canonical(folder, code); !code) folder = real;
+  }
   folder_ = std::move(folder);
   partial_ = folder_.parent_path() / ("." + folder_.filename().string() + ".partial");
 }
@@ -246,6 +290,11 @@ void Save::plan() {
   for (const std::string& text : group_.all_gather_bytes(own.dump()))
     all.push_back(Json::parse(text));
   together(group_, "planning the checkpoint", folder_.string(), [&] {
+    for (const TensorGroup& group : groups_) {
+      // Refuses what a file cannot hold, by name.
+      for (const TensorPart& part : group.parts)
+        static_cast<void>(tensor_info({part.name, part.data}));
+    }
     std::vector<std::uint64_t> load(all.size());
     const auto self = static_cast<std::size_t>(group_.rank());
     for (std::size_t g = 0; g < groups_.size(); ++g) {
@@ -423,19 +472,18 @@ void Save::complete(const std::vector<std::string>& reports) {
       }
     }
   }
-  // What hooks put there.
-  for (const auto& entry : fs::recursive_directory_iterator(partial_)) {
-    if (!entry.is_regular_file()) continue;
-    const std::string name = entry.path().lexically_relative(partial_).string();
+  for (const std::string& name : files_of_hooks(partial_)) {
     if (listed.contains(name)) continue;
-    io::File file = io::File::open_writable(entry.path());
+    io::File file = io::File::open_writable(partial_ / name);
     file.sync();
-    const io::MappedFile map(entry.path());
+    const io::MappedFile map(partial_ / name);
     manifest.files.push_back({name, map.size(), io::block_checksums(map.bytes())});
   }
   const fs::path path = partial_ / io::Manifest::kFileName;
   manifest.check(path);
-  write_text(std::string(io::Manifest::kFileName), manifest.text());
+  const std::string text = manifest.text();
+  static_cast<void>(io::Manifest::parse(text, path));  // what loads will say of it
+  write_text(std::string(io::Manifest::kFileName), text);
   io::sync_folder(partial_);
   io::replace_folder(partial_, folder_);
 }
@@ -453,10 +501,10 @@ Json Save::write_files() {
       failures[i] = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;  // joined also where one more cannot be made
   for (std::size_t i = 1; i < mine_.size(); ++i) threads.emplace_back(work, i);
   if (!mine_.empty()) work(0);
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
@@ -471,7 +519,11 @@ void Save::write(const comm::Group& group) {
   const std::string what = text::concat("saving the checkpoint ", path);
   try {
     Json report;
-    together(group, what, path, [&] { report = write_files(); });
+    together(group, what, path, [&] {
+      // Before anything large is written.
+      if (group.rank() == 0) static_cast<void>(files_of_hooks(partial_));
+      report = write_files();
+    });
     const auto reports = group.all_gather_bytes(report.dump());
     together(group, what, path, [&] {
       if (group.rank() == 0) complete(reports);

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -48,6 +47,13 @@ constexpr std::array<DtypePair, 20> kDtypes{{
     {at::kLong, st::Dtype::kI64},
     {at::kUInt64, st::Dtype::kU64},
 }};
+
+std::optional<st::Dtype> dtype_of(c10::ScalarType dtype) {
+  for (const DtypePair& pair : kDtypes) {
+    if (pair.tensor == dtype) return pair.file;
+  }
+  return std::nullopt;
+}
 
 // What makes two tensors one and the same.
 using Identity = std::tuple<const void*, const void*, c10::ScalarType, std::vector<std::int64_t>,
@@ -110,29 +116,19 @@ std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
   return {static_cast<const std::byte*>(contiguous.const_data_ptr()), contiguous.nbytes()};
 }
 
-// Writes the file under another name in its folder, and gives that name.
-fs::path write_partial(const std::vector<NamedTensor>& tensors, std::vector<st::TensorInfo> infos,
-                       const fs::path& path, std::map<std::string, std::string> metadata) {
-  fs::path partial = path;
-  partial += text::concat(".", ::getpid(), ".partial");
+void write_tensors(const std::vector<NamedTensor>& tensors, std::vector<st::TensorInfo> infos,
+                   const fs::path& path, std::map<std::string, std::string> metadata) {
   metadata.emplace("format", "pt");
-  try {
-    st::Writer writer(partial, st::Header(std::move(infos), std::move(metadata)));
-    std::map<std::string_view, const at::Tensor*> by_name;
-    for (const NamedTensor& named : tensors) by_name.emplace(named.name, &named.tensor);
-    // In the order of the file, so that the disk sees one stream.
-    for (const st::TensorInfo& info : writer.header().tensors()) {
-      const at::Tensor host =
-          by_name.at(info.name)->detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
-      writer.write(info, bytes_of(host));
-    }
-    writer.finish();
-  } catch (...) {
-    std::error_code ignored;  // the first error is the one to report
-    fs::remove(partial, ignored);
-    throw;
+  st::Writer writer(path, st::Header(std::move(infos), std::move(metadata)));
+  std::map<std::string_view, const at::Tensor*> by_name;
+  for (const NamedTensor& named : tensors) by_name.emplace(named.name, &named.tensor);
+  // In the order of the file, so that the disk sees one stream.
+  for (const st::TensorInfo& info : writer.header().tensors()) {
+    const at::Tensor host =
+        by_name.at(info.name)->detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
+    writer.write(info, bytes_of(host));
   }
-  return partial;
+  writer.finish();
 }
 
 std::string shape_text(c10::IntArrayRef shape) { return "[" + text::join(shape) + "]"; }
@@ -153,27 +149,10 @@ std::vector<std::int64_t> tensor_shape(const st::TensorInfo& info, const fs::pat
   return shape;
 }
 
-bool is_shard_of(std::string_view file, std::string_view stem) {
-  if (file == st::shard_name(stem, 0, 1) || file == st::index_name(stem)) return true;
-  // stem-00001-of-00002.safetensors
-  if (!file.starts_with(stem) || !file.ends_with(".safetensors")) return false;
-  file.remove_prefix(stem.size());
-  file.remove_suffix(std::string_view(".safetensors").size());
-  const auto of = file.find("-of-");
-  const auto digits = [](std::string_view text) {
-    return text.size() >= 5 &&
-           std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
-  };
-  return of != std::string_view::npos && file.starts_with('-') && digits(file.substr(1, of - 1)) &&
-         digits(file.substr(of + 4));
-}
-
 }  // namespace
 
 st::Dtype file_dtype(c10::ScalarType dtype) {
-  for (const DtypePair& pair : kDtypes) {
-    if (pair.tensor == dtype) return pair.file;
-  }
+  if (const auto found = dtype_of(dtype)) return *found;
   throw UnsupportedError(text::concat("safetensors files have no dtype for ", c10::toString(dtype),
                                       ". Convert the tensor, or save a .pt file."));
 }
@@ -189,8 +168,14 @@ c10::ScalarType tensor_dtype(st::Dtype dtype) {
 st::TensorInfo tensor_info(const NamedTensor& named) {
   check_plain(named);
   const at::Tensor& tensor = named.tensor;
-  st::TensorInfo info{
-      .name = named.name, .dtype = file_dtype(tensor.scalar_type()), .shape = tensor.sizes().vec()};
+  const auto dtype = dtype_of(tensor.scalar_type());
+  if (!dtype) {
+    throw UnsupportedError(text::concat(
+        "The tensor '", named.name, "' has the dtype ", c10::toString(tensor.scalar_type()),
+        ", which safetensors files do not have. Convert it, or save "
+        "a .pt file."));
+  }
+  st::TensorInfo info{.name = named.name, .dtype = *dtype, .shape = tensor.sizes().vec()};
   if (info.dtype == st::Dtype::kF4) {
     if (info.shape.empty()) {
       throw UnsupportedError(
@@ -206,8 +191,9 @@ void save_file(const std::vector<NamedTensor>& tensors, const fs::path& path,
                std::map<std::string, std::string> metadata) {
   Unique stored = unique(tensors);
   metadata.merge(stored.aliases);
-  io::rename_durably(
-      write_partial(stored.tensors, std::move(stored.infos), path, std::move(metadata)), path);
+  io::replace_file(path, [&](const fs::path& partial) {
+    write_tensors(stored.tensors, std::move(stored.infos), partial, std::move(metadata));
+  });
 }
 
 std::vector<std::string> save_sharded(const std::vector<NamedTensor>& tensors,
@@ -216,50 +202,20 @@ std::vector<std::string> save_sharded(const std::vector<NamedTensor>& tensors,
                                       const std::map<std::string, std::string>& metadata) {
   const std::uint64_t most = st::parse_size(max_shard_size);
   Unique stored = unique(tensors);
-  auto shards = st::split(std::move(stored.infos), most);
-  io::make_folders(folder);
-  st::Index index;
-  std::vector<std::string> files;
-  std::vector<fs::path> partials;
-  const auto discard = [&] {
-    std::error_code ignored;
-    for (const fs::path& partial : partials) fs::remove(partial, ignored);
-  };
-  try {
-    std::map<std::string_view, const NamedTensor*> by_name;
-    for (const NamedTensor& named : stored.tensors) by_name.emplace(named.name, &named);
-    for (std::size_t i = 0; i < shards.size(); ++i) {
-      files.push_back(st::shard_name(stem, i, shards.size()));
-      std::map<std::string, std::string> with_aliases = metadata;
-      std::vector<NamedTensor> part;
-      for (const st::TensorInfo& info : shards[i]) {
-        part.push_back(*by_name.at(info.name));
-        index.weight_map.emplace(info.name, files.back());
-        index.total_size += part.back().tensor.nbytes();
-        for (const auto& [alias, name] : stored.aliases) {
-          if (name == info.name) with_aliases.emplace(alias, name);
-        }
-      }
-      partials.push_back(write_partial(part, std::move(shards[i]), folder / files.back(),
-                                       std::move(with_aliases)));
-    }
-    for (std::size_t i = 0; i < files.size(); ++i)
-      io::rename_durably(partials[i], folder / files[i]);
-  } catch (...) {
-    discard();
-    throw;
-  }
-  if (shards.size() > 1) {
-    io::write_file(folder / st::index_name(stem), index.text());
-    files.insert(files.begin(), st::index_name(stem));
-  }
-  // What an earlier save left: a reader of the folder would take it for a part of this one.
-  for (const std::string& file : io::names_in(folder)) {
-    if (is_shard_of(file, stem) && std::find(files.begin(), files.end(), file) == files.end()) {
-      io::delete_path(folder / file);
-    }
-  }
-  return files;
+  std::map<std::string_view, const NamedTensor*> by_name;
+  for (const NamedTensor& named : stored.tensors) by_name.emplace(named.name, &named);
+  return st::write_shards(folder, stem, st::split(std::move(stored.infos), most),
+                          [&](const fs::path& path, const std::vector<st::TensorInfo>& infos) {
+                            std::map<std::string, std::string> with_aliases = metadata;
+                            std::vector<NamedTensor> part;
+                            for (const st::TensorInfo& info : infos) {
+                              part.push_back(*by_name.at(info.name));
+                              for (const auto& [alias, name] : stored.aliases) {
+                                if (name == info.name) with_aliases.emplace(alias, name);
+                              }
+                            }
+                            write_tensors(part, infos, path, std::move(with_aliases));
+                          });
 }
 
 // --------------------------------------------------------------------------------- TensorReader

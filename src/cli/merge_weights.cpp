@@ -73,16 +73,12 @@ void write_shard(const fs::path& path, std::vector<st::TensorInfo> infos,
   writer.finish();
 }
 
-void merge(const fs::path& in, const fs::path& out, const std::string& max_shard_size) {
+void merge(const fs::path& checkpoint, const fs::path& out, const std::string& max_shard_size) {
+  const fs::path in = io::replaced_folder(checkpoint);
   const std::uint64_t most = st::parse_size(max_shard_size);
   const io::Manifest manifest = io::Manifest::read(in);
   manifest.check_files(in);
-  std::error_code code;
-  if (fs::exists(out, code) && fs::equivalent(in, out, code)) {
-    throw ConfigError(
-        "The merged files were to go into the checkpoint itself, which would then no "
-        "longer be what its manifest says. Name another folder.");
-  }
+  io::expect_no_checkpoint(out);  // before the checkpoint is verified, which may take long
   bool any = false;
   for (const auto& [group, tensors] : manifest.groups) {
     if (group != "model" && !group.starts_with("model_")) continue;
@@ -102,29 +98,13 @@ void merge(const fs::path& in, const fs::path& out, const std::string& max_shard
     std::map<std::string, std::string> metadata{{"format", "pt"}};
     if (const auto aliases = manifest.aliases.find(group); aliases != manifest.aliases.end())
       metadata.insert(aliases->second.begin(), aliases->second.end());
-    io::make_folders(out);
     io::PieceReader reader(in, manifest);
-    const auto shards = st::split(std::move(infos), most);
-    st::Index index;
-    for (std::size_t i = 0; i < shards.size(); ++i) {
-      const std::string name = st::shard_name(group, i, shards.size());
-      for (const st::TensorInfo& info : shards[i]) {
-        index.weight_map[info.name] = name;
-        const io::SavedTensor& tensor = *manifest.find(group, info.name);
-        index.total_size += tensor.bytes(tensor.elements());
-      }
-      const fs::path partial = out / ("." + name + ".partial");
-      write_shard(partial, shards[i], metadata, manifest, group, reader);
-      io::rename_durably(partial, out / name);
-      std::cout << "wrote " << (out / name).string() << std::endl;
-    }
-    const fs::path index_path = out / st::index_name(group);
-    if (shards.size() > 1) {
-      io::write_file(index_path, index.text());
-      std::cout << "wrote " << index_path.string() << std::endl;
-    } else {
-      io::delete_path(index_path);
-    }
+    const auto files =
+        st::write_shards(out, group, st::split(std::move(infos), most),
+                         [&](const fs::path& path, const std::vector<st::TensorInfo>& shard) {
+                           write_shard(path, shard, metadata, manifest, group, reader);
+                         });
+    for (const std::string& file : files) std::cout << "wrote " << (out / file).string() << "\n";
   }
   if (!any) {
     throw CheckpointError("The checkpoint " + in.string() + " has no model in it.", in.string());

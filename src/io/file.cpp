@@ -1,3 +1,4 @@
+#include <accelerate/base/log.hpp>
 #include <accelerate/io/file.hpp>
 
 #include <fcntl.h>
@@ -197,20 +198,72 @@ std::string read_file(const fs::path& path, std::uint64_t most) {
   return contents;
 }
 
-void write_file(const fs::path& path, std::string_view contents) {
+namespace {
+
+// The machine is named as well: another one's process cannot be seen from here.
+std::string this_machine() {
+  char name[256] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// What the process that was writing `partial` would have made, if it has ended; else nothing.
+std::string_view abandoned(std::string_view partial) {
+  constexpr std::string_view kEnd = ".partial";
+  const std::string machine = "." + this_machine();
+  if (!partial.ends_with(kEnd)) return {};
+  partial.remove_suffix(kEnd.size());
+  const auto dot = partial.rfind('.');
+  if (dot == std::string_view::npos) return {};
+  const auto process = text::to_int(partial.substr(dot + 1));
+  if (!process || *process <= 0 || ::kill(static_cast<pid_t>(*process), 0) == 0 || errno != ESRCH)
+    return {};
+  partial = partial.substr(0, dot);
+  if (!partial.ends_with(machine)) return {};
+  partial.remove_suffix(machine.size());
+  return partial;
+}
+
+}  // namespace
+
+fs::path partial_of(const fs::path& path) {
+  const std::string file = path.filename().string();
+  remove_abandoned(folder_of(path), [&](std::string_view name) { return name == file; });
   fs::path partial = path;
-  partial += text::concat(".", ::getpid(), ".partial");
+  return partial += text::concat(".", this_machine(), ".", ::getpid(), ".partial");
+}
+
+void remove_abandoned(const fs::path& folder,
+                      const std::function<bool(std::string_view name)>& is_one) {
+  std::error_code ignored;  // whoever writes here next is told
+  for (fs::directory_iterator at(folder, ignored), end; !ignored && at != end;
+       at.increment(ignored)) {
+    const std::string name = at->path().filename().string();
+    const std::string_view file = abandoned(name);
+    std::error_code removed;
+    if (!file.empty() && is_one(file)) fs::remove(at->path(), removed);
+  }
+}
+
+void replace_file(const fs::path& path, const std::function<void(const fs::path& partial)>& write) {
+  const fs::path partial = partial_of(path);
   try {
-    File file = File::create(partial);
-    file.write(contents.data(), contents.size(), 0);
-    file.sync();
-    file.close();
+    write(partial);
     rename_durably(partial, path);
   } catch (...) {
     std::error_code ignored;  // the first error is the one to report
     fs::remove(partial, ignored);
     throw;
   }
+}
+
+void write_file(const fs::path& path, std::string_view contents) {
+  replace_file(path, [&](const fs::path& partial) {
+    File file = File::create(partial);
+    file.write(contents.data(), contents.size(), 0);
+    file.sync();
+    file.close();
+  });
 }
 
 void sync_folder(const fs::path& folder) {
@@ -241,32 +294,58 @@ void rename_durably(const fs::path& from, const fs::path& to) {
 
 namespace {
 
-fs::path previous_of(fs::path folder) { return folder += ".previous"; }
+fs::path previous_of(const fs::path& folder) {
+  const fs::path plain = folder.has_filename() ? folder : folder.parent_path();
+  return plain.parent_path() / ("." + plain.filename().string() + ".previous");
+}
+
+void rename_now(const fs::path& from, const fs::path& to) {
+  int error = injected(faults::Operation::kRename, to);
+  if (error == 0 && ::rename(from.c_str(), to.c_str()) != 0) error = errno;
+  if (error != 0) {
+    throw_system(error, to, "Could not put ", from.string(), " in the place of ", to.string());
+  }
+}
 
 }  // namespace
 
 void replace_folder(const fs::path& from, const fs::path& to) {
   const fs::path previous = previous_of(to);
+  bool exchanged = false;
   if (!fs::exists(to)) {
-    rename_durably(from, to);
+    rename_now(from, to);
   } else {
-    int error = injected(faults::Operation::kRename, to);
+    int error = injected(faults::Operation::kExchange, to);
     if (error == 0 &&
         ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) != 0) {
       error = errno;
     }
     if (error == EINVAL || error == ENOSYS) {
       delete_path(previous);
-      rename_durably(to, previous);
-      rename_durably(from, to);
+      rename_now(to, previous);
+      try {
+        rename_now(from, to);
+      } catch (...) {
+        std::error_code ignored;  // then `replaced_folder` finds it
+        fs::rename(previous, to, ignored);
+        throw;
+      }
     } else if (error != 0) {
       throw_system(error, to, "Could not put ", from.string(), " in the place of ", to.string());
     } else {
-      sync_folder(folder_of(to));
-      delete_path(from);
+      exchanged = true;
     }
   }
-  if (fs::exists(previous)) delete_path(previous);
+  // From here on the new one is there, so nothing that fails is an error of the replacement.
+  try {
+    sync_folder(folder_of(to));
+    delete_path(previous);
+    if (exchanged) delete_path(from);
+  } catch (const Error& error) {
+    log::warning(text::concat(
+        to.string(), " was replaced; then an operation failed, so the folder ",
+        "before may be left as ", (exchanged ? from : previous).string(), ": ", describe(error)));
+  }
 }
 
 fs::path replaced_folder(const fs::path& folder) {
@@ -292,6 +371,20 @@ std::vector<std::string> names_in(const fs::path& folder) {
   std::error_code code;
   for (fs::directory_iterator at(folder, code), end; !code && at != end; at.increment(code)) {
     names.push_back(at->path().filename().string());
+  }
+  if (code) throw_system(code.value(), folder, "Could not list the folder ", folder.string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::vector<std::string> files_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  std::error_code code;
+  for (fs::recursive_directory_iterator at(folder, code), end; !code && at != end;
+       at.increment(code)) {
+    std::error_code ignored;
+    if (at->symlink_status(ignored).type() == fs::file_type::directory) continue;
+    names.push_back(at->path().lexically_relative(folder).string());
   }
   if (code) throw_system(code.value(), folder, "Could not list the folder ", folder.string());
   std::sort(names.begin(), names.end());

@@ -27,8 +27,9 @@ std::string first_line(std::string_view rest) {
 
 // A name that stays inside its folder.
 bool is_plain_name(const std::string& name) {
-  return !name.empty() && name.front() != '/' && name.find("..") == std::string::npos &&
-         name.find('\0') == std::string::npos;
+  const fs::path path(name);
+  return !name.empty() && path.is_relative() && name.find('\0') == std::string::npos &&
+         std::find(path.begin(), path.end(), "..") == path.end();
 }
 
 std::size_t blocks_of(std::uint64_t bytes) {
@@ -143,6 +144,11 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
 
 Manifest Manifest::read(const fs::path& folder) {
   const fs::path path = folder / kFileName;
+  if (std::error_code ignored; !fs::exists(path, ignored)) {
+    throw CheckpointError(text::concat("There is no complete checkpoint of this library in ",
+                                       folder.string(), ": it has no ", kFileName, "."),
+                          folder.string());
+  }
   return parse(read_file(path), path);
 }
 
@@ -229,6 +235,16 @@ const SavedTensor* Manifest::find(std::string_view group, const std::string& nam
     found = tensors->second.find(other->second);
   }
   return found == tensors->second.end() ? nullptr : &found->second;
+}
+
+void expect_no_checkpoint(const fs::path& folder) {
+  std::error_code ignored;  // what cannot be looked at is reported when it is written to
+  if (!fs::exists(folder / Manifest::kFileName, ignored)) return;
+  throw CheckpointError(
+      text::concat("Weights were to be written to the folder ", folder.string(),
+                   ", which holds a checkpoint; with them it could not be loaded any more. Nothing "
+                   "was written. Name another folder."),
+      folder.string());
 }
 
 void verify_blocks(const fs::path& folder, const SavedFile& saved,

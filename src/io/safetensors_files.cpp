@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/io/manifest.hpp>
 #include <accelerate/io/safetensors.hpp>
 
 #include <nlohmann/json.hpp>
@@ -157,6 +158,66 @@ std::vector<std::vector<TensorInfo>> split(std::vector<TensorInfo> tensors, std:
   }
   if (!open.empty() || shards.empty()) shards.push_back(std::move(open));
   return shards;
+}
+
+namespace {
+
+bool is_shard_of(std::string_view file, std::string_view stem) {
+  if (file == shard_name(stem, 0, 1) || file == index_name(stem)) return true;
+  // stem-00001-of-00002.safetensors
+  if (!file.starts_with(stem) || !file.ends_with(".safetensors")) return false;
+  file.remove_prefix(stem.size());
+  file.remove_suffix(std::string_view(".safetensors").size());
+  const auto of = file.find("-of-");
+  const auto digits = [](std::string_view text) {
+    return text.size() >= 5 &&
+           std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
+  };
+  return of != std::string_view::npos && file.starts_with('-') && digits(file.substr(1, of - 1)) &&
+         digits(file.substr(of + 4));
+}
+
+}  // namespace
+
+std::vector<std::string> write_shards(
+    const fs::path& folder, std::string_view stem,
+    const std::vector<std::vector<TensorInfo>>& shards,
+    const std::function<void(const fs::path&, const std::vector<TensorInfo>&)>& write) {
+  expect_no_checkpoint(folder);
+  make_folders(folder);
+  remove_abandoned(folder, [&](std::string_view file) { return is_shard_of(file, stem); });
+  Index index;
+  std::vector<std::string> files;
+  std::vector<fs::path> partials;
+  try {
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      files.push_back(shard_name(stem, i, shards.size()));
+      for (const TensorInfo& info : shards[i]) index.weight_map.emplace(info.name, files.back());
+      index.total_size += Header(shards[i]).data_bytes();
+      partials.push_back(partial_of(folder / files.back()));
+      write(partials.back(), shards[i]);
+    }
+    for (std::size_t i = 0; i < files.size(); ++i) rename_durably(partials[i], folder / files[i]);
+  } catch (...) {
+    std::error_code ignored;  // the first error is the one to report
+    for (const fs::path& partial : partials) fs::remove(partial, ignored);
+    throw;
+  }
+  if (shards.size() > 1) {
+    write_file(folder / index_name(stem), index.text());
+    files.insert(files.begin(), index_name(stem));
+  }
+  // A reader of the folder would take what is left of an earlier set for a part of this one.
+  remove_shards(folder, stem, files);
+  return files;
+}
+
+void remove_shards(const fs::path& folder, std::string_view stem,
+                   const std::vector<std::string>& kept) {
+  for (const std::string& file : names_in(folder)) {
+    if (is_shard_of(file, stem) && std::find(kept.begin(), kept.end(), file) == kept.end())
+      delete_path(folder / file);
+  }
 }
 
 // ----------------------------------------------------------------------------------- Collection

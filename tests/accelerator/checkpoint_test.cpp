@@ -6,10 +6,13 @@
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/checkpointing.hpp>
+#include <accelerate/checkpoint/pt_file.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <torch/data/dataloader_options.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -18,14 +21,17 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
+#include <unistd.h>
 #include <nlohmann/json.hpp>
 
+#include <atomic>
 #include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
+#include <new>
 #include <set>
 
 namespace accelerate {
@@ -183,6 +189,107 @@ TEST_F(Checkpoints, EverythingComesBackInTheMiddleOfAnEpoch) {
   EXPECT_TRUE(at::equal(other->hidden->weight, weights));
   EXPECT_TRUE(at::equal(at::rand({4}), drawn));
   EXPECT_EQ(optimizer2.learning_rates(), optimizer.learning_rates());
+}
+
+TEST_F(Checkpoints, SeveralOfAKindComeBackEachAsItself) {
+  const auto make = [&](std::uint64_t seed, auto&& use) {
+    Accelerator accelerator(options());
+    set_seed(seed);
+    Net first, second;
+    torch::optim::AdamW adam(first->parameters(), torch::optim::AdamWOptions(0.05));
+    torch::optim::AdamW other(second->parameters(), torch::optim::AdamWOptions(0.01));
+    auto numbers = data::loader(Numbers(), torch::data::DataLoaderOptions().batch_size(4));
+    auto more = data::loader(Numbers(), torch::data::DataLoaderOptions().batch_size(3));
+    auto [model, optimizer, loader] = accelerator.prepare(first, adam, numbers);
+    auto [model_1, optimizer_1, loader_1] = accelerator.prepare(second, other, more);
+    use(accelerator, [&](int from, int to) {
+      auto losses = train(accelerator, model, optimizer, from, to);
+      const auto others = train(accelerator, model_1, optimizer_1, from + 5, to + 5);
+      losses.insert(losses.end(), others.begin(), others.end());
+      // One pass of the one, two of the other: their next orders differ.
+      for (auto* one : {&loader, &loader_1, &loader_1}) {
+        for (auto& batch : *one) losses.push_back(batch.sum().template item<double>());
+      }
+      return losses;
+    });
+  };
+  const fs::path saved = folder.path_ / "saved";
+  std::vector<double> expected;
+  make(5, [&](Accelerator& accelerator, auto&& go_on) {
+    go_on(0, 3);
+    accelerator.save_state(saved);
+    expected = go_on(3, 5);
+  });
+  const auto there = names(saved);
+  for (const char* name : {"model.safetensors", "model_1.safetensors", "optimizer.json",
+                           "optimizer_1.json", "sampler.json", "sampler_1.json"})
+    EXPECT_TRUE(there.contains(name)) << name;
+  make(6, [&](Accelerator& accelerator, auto&& go_on) {
+    accelerator.load_state(saved);
+    EXPECT_EQ(go_on(3, 5), expected);
+  });
+}
+
+TEST_F(Checkpoints, TheGradientScalerComesBack) {
+  GradientState gradients;
+  const auto prepared = [&](const GradScalerOptions& scaler) {
+    detail::Prepared one;
+    one.gradients = &gradients;
+    one.scaler = std::make_shared<GradScaler>(scaler);
+    return one;
+  };
+  const auto saved = prepared(GradScalerOptions().init_scale(8).growth_interval(7));
+  detail::Checkpointing checkpointing({}, {.world = world()});
+  checkpointing.save(folder.path_ / "saved", {}, saved);
+  const auto loaded = prepared(GradScalerOptions());
+  EXPECT_NE(loaded.scaler->state_dict(), saved.scaler->state_dict());
+  checkpointing.load(folder.path_ / "saved", {}, loaded);
+  EXPECT_EQ(loaded.scaler->state_dict(), saved.scaler->state_dict());
+}
+
+std::atomic<int> dies_in{0};
+int die_at(io::faults::Operation, const fs::path&, std::size_t&) {
+  if (dies_in-- == 0) ::raise(SIGKILL);
+  return 0;
+}
+
+// While the new one is written, `latest` moves or the old one is deleted.
+TEST_F(Checkpoints, ADeathAtAnyOperationOfANumberedSaveLeavesACompleteOneAndNoRest) {
+  if (world().size() > 1) GTEST_SKIP() << "forks a process of its own";
+  GradientState gradients;
+  detail::Prepared nothing;
+  nothing.gradients = &gradients;
+  for (const bool asynchronous : {false, true}) {
+    std::set<std::string> seen;
+    bool survived = false;
+    for (int at = 0; !survived; ++at) {
+      ASSERT_LT(at, 100);
+      const Folder own;
+      const auto project = ProjectConfiguration()
+                               .project_dir(own.path_)
+                               .automatic_checkpoint_naming(true)
+                               .total_limit(1);
+      const pid_t child = ::fork();
+      if (child == 0) {
+        detail::Checkpointing checkpointing(project, {});
+        checkpointing.save({}, {}, nothing);
+        dies_in = at;
+        io::faults::set_hook(die_at);
+        checkpointing.save({}, SaveStateOptions().asynchronous(asynchronous), nothing);
+        checkpointing.wait();
+        ::_exit(0);
+      }
+      int status = 0;
+      ASSERT_EQ(::waitpid(child, &status, 0), child);
+      survived = WIFEXITED(status);
+      detail::Checkpointing checkpointing(project, {});
+      seen.insert(checkpointing.load({}, {}, nothing).filename().string());
+      const auto next = checkpointing.save({}, {}, nothing).filename().string();
+      EXPECT_EQ(names(own.path_ / "checkpoints"), (std::set<std::string>{next, "latest"})) << at;
+      EXPECT_EQ(io::read_file(own.path_ / "checkpoints" / "latest"), next + "\n");
+    }
+    EXPECT_EQ(seen, (std::set<std::string>{"checkpoint_0", "checkpoint_1"}));
+  }
 }
 
 TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
@@ -390,6 +497,28 @@ TEST_F(Checkpoints, ASchedulerOfAnotherKindIsRefused) {
     EXPECT_NE(said.find(part), std::string::npos) << said;
 }
 
+TEST_F(Checkpoints, ADamagedOldCheckpointStopsNoLaterSave) {
+  Accelerator accelerator(options(numbered().total_limit(2).keep_best(1)));
+  Net net;
+  auto model = accelerator.prepare(net);
+  const fs::path parent = folder.path_ / "checkpoints";
+  double metric = 10;
+  const auto save = [&] { accelerator.save_state({}, SaveStateOptions().metric(metric--)); };
+  for (int i = 0; i < 3; ++i) save();
+  world().barrier();
+  if (world().rank() == 0) std::fstream(parent / "checkpoint_1" / "manifest.json") << "damaged";
+  world().barrier();
+  ::testing::internal::CaptureStderr();
+  for (int i = 0; i < 3; ++i) save();
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said.find("checkpoint_1 may be among the best and is kept") != std::string::npos,
+            world().rank() == 0)
+      << said;
+  // The damaged one, the best, and the two newest.
+  EXPECT_EQ(names(parent), (std::set<std::string>{"checkpoint_1", "checkpoint_3", "checkpoint_4",
+                                                  "checkpoint_5", "latest"}));
+}
+
 TEST_F(Checkpoints, ALargerWorldDerivesTheRandomStatesOfItsNewRanksAndSaysSo) {
   if (world().size() == 1) GTEST_SKIP() << "nobody is new";
   GradientState gradients;
@@ -455,6 +584,43 @@ TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheN
             (std::set<std::string>{"checkpoint_0", "checkpoint_1", "latest"}));
 }
 
+// Fails once, where `armed` bytes are asked for.
+struct OutOfMemoryOnce final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (std::size_t asked = bytes; asked > 0 && armed.compare_exchange_strong(asked, 0))
+      throw std::bad_alloc();
+    return own->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return own->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    own->copy_data(to, from, bytes);
+  }
+  c10::Allocator* own = c10::GetCPUAllocator();
+  std::atomic<std::size_t> armed{0};
+};
+
+TEST_F(Checkpoints, AProcessWithoutMemoryForTheCopyStopsTheAsynchronousSaveOnAll) {
+  Accelerator accelerator(options());
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  train(accelerator, model, optimizer, 0, 1);
+  static OutOfMemoryOnce allocator;
+  c10::SetCPUAllocator(&allocator, /*priority=*/1);
+  auto handle = accelerator.register_save_state_pre_hook([&](const fs::path&) {
+    if (world().rank() == world().size() - 1) allocator.armed = net->hidden->weight.nbytes();
+  });
+  const auto later = SaveStateOptions().asynchronous(true);
+  EXPECT_THROW(accelerator.save_state(folder.path_ / "saved", later), std::exception);
+  EXPECT_EQ(allocator.armed, 0U);
+  handle.remove();
+  accelerator.wait_for_checkpoint();  // there is none
+  accelerator.save_state(folder.path_ / "saved", later);
+  accelerator.wait_for_checkpoint();
+  accelerator.load_state(folder.path_ / "saved");
+  c10::SetCPUAllocator(allocator.own, 1);
+}
+
 TEST_F(Checkpoints, WhatDoesNotFitIsSaidBeforeAnythingChanges) {
   Accelerator accelerator(options());
   Net net;
@@ -481,11 +647,23 @@ TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
   EXPECT_EQ(accelerator.save_model(model, where), std::vector<std::string>{"model.safetensors"});
   EXPECT_EQ(names(where), std::set<std::string>{"model.safetensors"});
   accelerator.save_model(model, where, "10GB", /*safe_serialization=*/false);
-  for (const NamedTensor& tensor : checkpoints::load_file(where / "model.safetensors")) {
-    if (tensor.name == "hidden.weight") {
-      EXPECT_TRUE(at::equal(tensor.tensor, model.state_dict()[0].tensor));
-    }
-  }
+  EXPECT_EQ(names(where), std::set<std::string>{"pytorch_model.bin"});
+  const auto saved = checkpoints::named_tensors(checkpoints::load_pt(where / "pytorch_model.bin"));
+  EXPECT_EQ(saved.at(0).name, "hidden.weight");
+  EXPECT_TRUE(at::equal(saved.at(0).tensor, model.state_dict()[0].tensor));
+}
+
+TEST_F(Checkpoints, SaveModelLeavesACheckpointAlone) {
+  Accelerator accelerator(options());
+  Net net;
+  auto model = accelerator.prepare(net);
+  const fs::path saved = folder.path_ / "saved";
+  accelerator.save_state(saved);
+  const auto before = names(saved);
+  for (const bool safe : {true, false})
+    EXPECT_THROW(accelerator.save_model(model, saved, "10GB", safe), CheckpointError);
+  EXPECT_EQ(names(saved), before);
+  accelerator.load_state(saved);
 }
 
 TEST_F(Checkpoints, ASignalAsksAllRanksToStop) {

@@ -204,7 +204,9 @@ TEST(TheEnd, LeavesTheAcceleratorAbleToSayWhoItWas) {
   EXPECT_EQ(accelerator.process_index(), index);
   EXPECT_EQ(accelerator.num_processes(), processes);
   accelerator.print("ended");
-  if (processes > 1) EXPECT_NE(message_of([&] { accelerator.wait_for_everyone(); }), "no error");
+  if (processes > 1) {
+    EXPECT_NE(message_of([&] { accelerator.wait_for_everyone(); }), "no error");
+  }
   accelerator.end_training();
 }
 

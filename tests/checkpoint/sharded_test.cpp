@@ -3,14 +3,19 @@
 
 #include "checkpoint/session.hpp"
 
+#include <accelerate/base/text.hpp>
+#include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/optim/adafactor.hpp>
 
 #include <torch/optim/lbfgs.h>
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <iostream>
 
 namespace accelerate::checkpoints {
@@ -235,7 +240,76 @@ TEST(Sharded, EachWrongCheckpointHasItsOwnSentence) {
     if (world().rank() == 0) fs::permissions(folder.path(), fs::perms::owner_all);
   }
   EXPECT_TRUE(fs::exists(folder.path() / "other" / "notes.txt"));
+  if (world().rank() == 0) std::fstream(saved / "manifest.json") << "damaged";
   world().barrier();
+  const std::string message = message_of([&] { run.save(saved); });
+  expect_says(message,
+              {"manifest.json", "is damaged", "Nothing was changed", "Remove that folder"});
+  EXPECT_EQ(message.find("loaded"), std::string::npos) << message;
+  EXPECT_TRUE(fs::exists(saved / "optimizer.json"));
+  world().barrier();
+}
+
+TEST(Sharded, WhatHooksPutThereIsVerifiedOrRefusedByName) {
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  Session run(world(), own_strategy(), 1);
+  const auto save = [&](auto&& hook) {
+    Save save(world(), saved);
+    save.add(module_group(*run.strategy, "model"));
+    save.plan();
+    if (world().rank() == 0) hook(save.partial_folder());
+    save.write(world());
+  };
+  // It loads, and can be replaced.
+  for (int times = 0; times < 2; ++times) {
+    save([](const fs::path& in) {
+      fs::create_directories(in / "tokens" / "none");
+      for (const char* name : {"vocab..txt", "...", "tokens/words"})
+        std::ofstream(in / name) << "x";
+      std::ofstream(in / "empty");
+    });
+    Load load(world(), saved);
+    load.verify();
+    for (const char* name : {"vocab..txt", "...", "tokens/words", "empty"})
+      EXPECT_TRUE(load.has_file(name)) << name;
+  }
+  const std::vector<std::pair<const char*, std::function<void(const fs::path&)>>> bad{
+      {"manifest.json", [](const fs::path& file) { std::ofstream(file) << "x"; }},
+      {"caf\xe9.txt", [](const fs::path& file) { std::ofstream(file) << "x"; }},
+      {"folder", [](const fs::path& file) { fs::create_directory_symlink("/tmp", file); }},
+      {"link", [](const fs::path& file) { fs::create_symlink("/proc/self/exe", file); }},
+      {"dangling", [](const fs::path& file) { fs::create_symlink("/nothing", file); }}};
+  for (const auto& [name, put] : bad) {
+    const auto message = message_of(
+        [&, put = put, name = name] { save([&](const fs::path& in) { put(in / name); }); });
+    expect_says(message, {"A hook put", name, "not saved"});
+  }
+  Load(world(), saved).verify();
+  world().barrier();
+  // A file further down would be lost, too.
+  if (world().rank() == 0) std::ofstream(saved / "tokens" / "mine") << "x";
+  expect_says(message_of([&] { save([](const fs::path&) {}); }), {"tokens/mine", "no part"});
+  world().barrier();
+}
+
+TEST(Sharded, ALinkToAFolderStaysOne) {
+  const SharedFolder folder;
+  const fs::path real = folder.path() / "disk" / "real", link = folder.path() / "link";
+  if (world().rank() == 0) fs::create_directory_symlink(real, link);
+  world().barrier();
+  Session run(world(), own_strategy(), 1);
+  run.step(1);
+  expect_says(message_of([&] { run.save(link); }), {"a link to what is not there"});
+  world().barrier();
+  if (world().rank() == 0) fs::create_directories(real);
+  world().barrier();
+  for (int i = 0; i < 2; ++i) run.save(link);
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_TRUE(fs::exists(real / "manifest.json"));
+  EXPECT_EQ(io::names_in(folder.path()), (std::vector<std::string>{"disk", "link"}));
+  EXPECT_EQ(io::names_in(real.parent_path()), std::vector<std::string>{"real"});
+  run.load(link);
 }
 
 TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
@@ -255,6 +329,149 @@ TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
     EXPECT_EQ(io::names_in(folder.path()), (std::vector<std::string>{"saved"}));
   }
   world().barrier();
+}
+
+// What the command line program says, and its exit code.
+std::pair<int, std::string> command(const std::string& arguments, const fs::path& folder) {
+  const fs::path log = folder / "log";
+  const int status =
+      std::system(("'" ACCELERATE_CLI "' " + arguments + " >'" + log.string() + "' 2>&1").c_str());
+  return {WEXITSTATUS(status), io::read_file(log)};
+}
+
+TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
+  const SharedFolder folder;
+  const std::vector<fs::path> saved{folder.path() / "first", folder.path() / "second"};
+  Session run(world(), own_strategy(), 1);
+  for (const fs::path& where : saved) {
+    run.step(1);
+    run.save(where);
+  }
+  // Cut by columns.
+  const std::int64_t count = 24 / world().size();
+  TensorGroup columns{.name = "model", .parts = {}, .aliases = {}};
+  columns.parts.push_back({"turned",
+                           {6, 4},
+                           {1, 0},
+                           count * world().rank(),
+                           count,
+                           at::arange(count) + count * world().rank()});
+  if (world().size() == 1) columns.parts[0] = whole_part("turned", at::arange(24).view({4, 6}).t());
+  Save turned(world(), folder.path() / "turned");
+  turned.add(std::move(columns));
+  turned.plan();
+  turned.write(world());
+  world().barrier();
+  if (world().rank() == 0) {
+    const fs::path merged = folder.path() / "merged";
+    const auto merge = [&](const fs::path& from, const fs::path& to, const std::string& more = {}) {
+      return command(text::concat("merge-weights '", from.string(), "' '", to.string(), "' ", more),
+                     folder.path());
+    };
+    const auto expect_weights_of = [&](const fs::path& from) {
+      std::map<std::string, at::Tensor> expected;
+      for (const auto& [name, tensor] : everything(from)) {
+        if (name.starts_with("model/")) expected.emplace(name.substr(6), tensor);
+      }
+      std::size_t found = 0;
+      for (const NamedTensor& tensor : load_file(merged)) {
+        if (tensor.name.starts_with("out_twice")) continue;  // another name of `out`
+        ++found;
+        ASSERT_TRUE(expected.contains(tensor.name)) << tensor.name;
+        EXPECT_TRUE(at::equal(tensor.tensor, expected.at(tensor.name))) << tensor.name;
+      }
+      EXPECT_EQ(found, expected.size());
+    };
+    EXPECT_EQ(merge(saved[0], merged).first, 0);
+    EXPECT_EQ(io::names_in(merged), std::vector<std::string>{"model.safetensors"});
+    expect_weights_of(saved[0]);
+    EXPECT_EQ(merge(saved[1], merged, "--max-shard-size 2KB").first, 0);
+    EXPECT_FALSE(fs::exists(merged / "model.safetensors"));
+    expect_weights_of(saved[1]);
+    const auto before = io::names_in(merged);
+    EXPECT_EQ(merge(saved[0], merged, "--max-shard-size 1KB").first, 0);
+    EXPECT_NE(io::names_in(merged), before);
+    expect_weights_of(saved[0]);
+    EXPECT_EQ(merge(folder.path() / "turned", folder.path() / "rows").first, 0);
+    EXPECT_TRUE(
+        at::equal(load_file(folder.path() / "rows").at(0).tensor, at::arange(24).view({4, 6}).t()));
+
+    // Neither into another checkpoint nor into itself.
+    for (const fs::path& from : saved) {
+      const auto [code, said] = merge(from, saved[0]);
+      EXPECT_EQ(code, 1);
+      expect_says(said, {"first", "holds a checkpoint", "Name another folder"});
+    }
+    const auto [code, said] = merge(folder.path() / "nothing", merged);
+    EXPECT_EQ(code, 1);
+    expect_says(said, {"There is no complete checkpoint", "nothing"});
+    EXPECT_EQ(said.find("Caused by"), std::string::npos) << said;
+    const auto tensors = load_file(merged);
+    EXPECT_THROW(save_sharded(tensors, saved[0], "5GB"), CheckpointError);
+    Load(comm::Group(), saved[0]).verify();
+  }
+  world().barrier();
+}
+
+TEST(Sharded, EveryDtypeComesBackByteForByte) {
+  const SharedFolder folder;
+  const fs::path saved = folder.path() / "saved";
+  const std::vector<at::ScalarType> dtypes{at::kBool,
+                                           at::kByte,
+                                           at::kChar,
+                                           at::kShort,
+                                           at::kInt,
+                                           at::kLong,
+                                           at::kUInt16,
+                                           at::kUInt32,
+                                           at::kUInt64,
+                                           at::kHalf,
+                                           at::kFloat,
+                                           at::kDouble,
+                                           at::kBFloat16,
+                                           at::kComplexFloat,
+                                           at::kFloat8_e5m2,
+                                           at::kFloat8_e4m3fn,
+                                           at::kFloat8_e4m3fnuz,
+                                           at::kFloat8_e5m2fnuz,
+                                           at::kFloat8_e8m0fnu,
+                                           at::kFloat4_e2m1fn_x2};
+  std::vector<at::Tensor> bytes;
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    bytes.push_back(
+        at::arange(6 * 16, at::kByte).view({6, 16}).remainder(dtypes[i] == at::kBool ? 2 : 111));
+  const auto group = [&] {
+    TensorGroup tensors{.name = "model", .parts = {}, .aliases = {}};
+    for (std::size_t i = 0; i < dtypes.size(); ++i)
+      tensors.parts.push_back(whole_part(c10::toString(dtypes[i]), bytes[i].view(dtypes[i])));
+    return tensors;
+  };
+  {
+    Save save(world(), saved);
+    save.add(group());
+    save.plan();
+    save.write(world());
+  }
+  std::vector<at::Tensor> before;
+  for (at::Tensor& tensor : bytes) {
+    before.push_back(tensor.clone());
+    tensor.zero_();
+  }
+  Load load(world(), saved);
+  load.want_all(group(), true);
+  load.verify();
+  load.read();
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    EXPECT_TRUE(at::equal(bytes[i], before[i])) << c10::toString(dtypes[i]);
+
+  // What cannot be saved is named before anything is written.
+  Save save(world(), saved);
+  TensorGroup other{.name = "model", .parts = {}, .aliases = {}};
+  other.parts.push_back(whole_part("phases", at::zeros({2}, at::kComplexDouble)));
+  save.add(std::move(other));
+  expect_says(message_of([&] { save.plan(); }), {"'phases'", "ComplexDouble"});
+  EXPECT_FALSE(fs::exists(save.partial_folder()));
+  load.verify();
 }
 
 TEST(Sharded, StatesOfOtherShapesAreHeldOrRefusedByName) {

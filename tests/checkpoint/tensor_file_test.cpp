@@ -7,6 +7,8 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <filesystem>
 
@@ -199,6 +201,26 @@ TEST_F(TensorFile, ASaveOverALargerOneLeavesNoStaleShard) {
   EXPECT_EQ(io::names_in(folder_.path()),
             (std::vector<std::string>{"model-notes.safetensors", "model.safetensors"}));
   EXPECT_THROW(save_sharded(tensors, folder_.path(), "5 gigabytes"), ConfigError);
+}
+
+TEST_F(TensorFile, WhatADeadProcessLeftIsRemovedAndNoOthers) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (const char* name : {"model-00001-of-00009.safetensors", "other"})
+      io::File::create(io::partial_of(path(name)));
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  const fs::path own = io::partial_of(path("model-00002-of-00009.safetensors"));
+  io::File::create(own);
+  EXPECT_EQ(files(), 3U);
+  save_sharded({{"a", at::zeros({10})}}, folder_.path());
+  EXPECT_EQ(files(), 3U);
+  EXPECT_TRUE(fs::exists(own));
+  EXPECT_TRUE(fs::exists(path("model.safetensors")));
+  io::write_file(path("other"), "text");
+  EXPECT_EQ(files(), 3U);
+  EXPECT_TRUE(fs::exists(path("other")));
 }
 
 int fail_after = 0;

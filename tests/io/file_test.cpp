@@ -6,13 +6,16 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -20,6 +23,7 @@
 #include <set>
 #include <thread>
 
+#include "base/in_threads.hpp"
 #include "io/checked_writer.hpp"
 
 namespace accelerate::io {
@@ -106,7 +110,8 @@ TEST(File, SaysWhatIsWrongWithAPath) {
     File::open(folder.path() / "none");
   } catch (const CheckpointError& error) {
     EXPECT_THROW(std::rethrow_if_nested(error),
-                 std::system_error);  // the system's own error is kept
+                 std::system_error);           // the system's own error is kept
+    EXPECT_EQ(describe(error), error.what());  // which says the same
   }
 }
 
@@ -164,6 +169,63 @@ TEST(Faults, EveryFailureLeavesTheOldFileAndNoRest) {
   }
 }
 
+// Where names can be exchanged, and where not.
+TEST(Faults, AFolderIsReplacedOrStaysWhateverFails) {
+  static bool exchanges;
+  const auto hook = [](faults::Operation operation, const fs::path&, std::size_t&) {
+    if (calls++ == fail_at) return EIO;
+    return operation == faults::Operation::kExchange && !exchanges ? EINVAL : 0;
+  };
+  for (const bool can : {true, false}) {
+    exchanges = can;
+    int replaced = 0;
+    for (int at = 0;; ++at) {
+      const TemporaryFolder folder;
+      const fs::path to = folder.path() / "to", from = folder.path() / "from";
+      for (const auto& [where, text] : {std::pair(to, "old"), std::pair(from, "new"),
+                                        std::pair(folder.path() / "to.previous", "mine")}) {
+        make_folders(where);
+        write_file(where / "state", text);
+      }
+      bool thrown = false;
+      {
+        const WithHook set(hook, at);
+        ::testing::internal::CaptureStderr();
+        try {
+          replace_folder(from, to);
+        } catch (const CheckpointError&) {
+          thrown = true;
+        }
+      }
+      const bool reached = calls > at;
+      const std::string said = ::testing::internal::GetCapturedStderr();
+      EXPECT_EQ(read_file(to / "state"), thrown ? "old" : "new") << at;
+      EXPECT_EQ(fs::exists(from) && read_file(from / "state") == "new", thrown) << at;
+      EXPECT_EQ(said.find("was replaced") != std::string::npos, reached && !thrown) << said;
+      EXPECT_EQ(read_file(folder.path() / "to.previous" / "state"), "mine");
+      if (!thrown) ++replaced;
+      if (!reached) {
+        EXPECT_EQ(names_in(folder.path()), (std::vector<std::string>{"to", "to.previous"}));
+        EXPECT_GE(at, 4);
+        break;
+      }
+      // The next one clears up.
+      if (thrown) continue;
+      make_folders(from);
+      replace_folder(from, to);
+      EXPECT_FALSE(fs::exists(folder.path() / ".to.previous")) << at;
+    }
+    EXPECT_GT(replaced, 2);
+  }
+  // A process that dies between two renames.
+  const TemporaryFolder folder;
+  make_folders(folder.path() / ".to.previous");
+  EXPECT_EQ(replaced_folder(folder.path() / "to" / ""), folder.path() / ".to.previous");
+  make_folders(folder.path() / "to.previous");
+  delete_path(folder.path() / ".to.previous");
+  EXPECT_EQ(replaced_folder(folder.path() / "to"), folder.path() / "to");
+}
+
 TEST(Faults, AFullDiskSaysHowMuchIsFree) {
   const TemporaryFolder folder;
   const WithHook hook(fail_hook, 1, ENOSPC);
@@ -188,6 +250,7 @@ TEST(Faults, AKillAtAnyCallLeavesOldOrNewInFull) {
   for (int at = 0; !survived; ++at) {
     ASSERT_LT(at, 100);
     write_file(path, old_text);
+    EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"state"}) << at;
     const pid_t child = ::fork();
     if (child == 0) {
       const WithHook hook(torn_hook, at);
@@ -236,6 +299,44 @@ TEST(MappedFile, ReadsSlicesAndNoticesWhatHappenedToTheFile) {
   write_file(path, "");
   EXPECT_EQ(MappedFile(path).size(), 0U);
   EXPECT_TRUE(MappedFile(path).slice(0, 0).empty());
+}
+
+// ------------------------------------------------------------------------------------ in_threads
+
+TEST(InThreads, NothingToDoNeedsNoThreads) {
+  in_threads(0, 0, [] { return [](std::size_t) { ADD_FAILURE(); }; });
+}
+
+TEST(InThreads, AThreadThatCannotBeMadeIsAnError) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need the memory that is kept from them here";
+#endif
+  for (const bool watched : {false, true}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      // Room for a few stacks of threads.
+      std::size_t pages = 0;
+      std::ifstream("/proc/self/statm") >> pages;
+      const rlim_t most = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (40 << 20);
+      const rlimit limit{most, most};
+      if (::setrlimit(RLIMIT_AS, &limit) != 0) ::_exit(2);
+      try {
+        in_threads(
+            1000, 1000,
+            [] {
+              return
+                  [](std::size_t) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); };
+            },
+            watched ? std::function<void()>([] {}) : nullptr);
+      } catch (const std::system_error&) {
+        ::_exit(0);
+      }
+      ::_exit(1);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
 }
 
 // -------------------------------------------------------------------------------------- checksum

@@ -62,7 +62,8 @@ struct TensorGroup {
   std::function<PyValue(const std::vector<TensorPart>& parts)> python = nullptr;
 };
 
-/// A whole tensor.
+/// A whole tensor. Shares its memory; 4-bit numbers, of which LibTorch counts two as one element,
+/// are seen as bytes.
 TensorPart whole_part(std::string name, const at::Tensor& tensor);
 /// What `shard` is of its parameter, with `data` (the leaf, or a state of the optimizer that is
 /// shaped like it) for its elements. Shares memory with `data`.
@@ -77,7 +78,8 @@ class Save {
  public:
   /// A folder of the name `folder` is replaced when the checkpoint is complete, and not before;
   /// until then it is written to `.NAME.partial` beside it. Throws CheckpointError when what is
-  /// there is a file, or a folder with something else in it than a checkpoint.
+  /// there is a file, or a folder with something else in it than a checkpoint. Where it is a link
+  /// to a folder, that folder is meant.
   Save(comm::Group group, std::filesystem::path folder);
 
   void add(TensorGroup tensors);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -82,6 +83,20 @@ class ReadLease {
 std::string read_file(const std::filesystem::path& path,
                       std::uint64_t most = std::uint64_t{1} << 30);
 
+/// Where this process writes the file `path` until it is complete: beside it. Removes what
+/// processes that died left there of this file.
+std::filesystem::path partial_of(const std::filesystem::path& path);
+
+/// Removes what processes of this machine that died were writing in `folder` under a name of
+/// `partial_of`, where `is_one(name)` of the file that it was to become.
+void remove_abandoned(const std::filesystem::path& folder,
+                      const std::function<bool(std::string_view name)>& is_one);
+
+/// Has `write` make the file under another name in its folder, and gives it the name `path` when it
+/// is complete. After an error nothing of it is left.
+void replace_file(const std::filesystem::path& path,
+                  const std::function<void(const std::filesystem::path& partial)>& write);
+
 /// Writes a file that is there in full or not at all: under another name in the same folder,
 /// synced, renamed, and the folder synced. A file of that name is replaced.
 void write_file(const std::filesystem::path& path, std::string_view contents);
@@ -95,12 +110,13 @@ void rename_durably(const std::filesystem::path& from, const std::filesystem::pa
 
 /// Puts the folder `from` in the place of `to`, which may be there with contents or not: at every
 /// instant one of the two has that name, where the file system can exchange two names (Linux's
-/// local ones can). Elsewhere the old one is called `to`.previous for an instant. The old one is
-/// removed then.
+/// local ones can). Elsewhere the old one is called `.NAME.previous` for an instant; a folder of
+/// that name is taken for what an earlier replacement left. The old one is removed then; when that
+/// fails, a warning says so. Throws CheckpointError when `to` was not replaced.
 void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 
-/// `folder`, or `folder`.previous where only that is there: a process died while it was replacing
-/// it.
+/// `folder`, or its `.NAME.previous` where only that is there: a process died while it was
+/// replacing it.
 std::filesystem::path replaced_folder(const std::filesystem::path& folder);
 
 /// Removes a file, or a folder with everything in it. Nothing happens when it is not there.
@@ -108,6 +124,10 @@ void delete_path(const std::filesystem::path& path);
 
 /// The names of the files and folders in a folder, sorted.
 std::vector<std::string> names_in(const std::filesystem::path& folder);
+
+/// What is in a folder and in those below it and is no folder itself, as paths from it, sorted.
+/// Links are named and not followed.
+std::vector<std::string> files_in(const std::filesystem::path& folder);
 
 /// Makes a folder, and those above it.
 void make_folders(const std::filesystem::path& folder);
@@ -137,7 +157,7 @@ class TemporaryFolder {
 /// For tests that fail or kill a process in the middle of its writing.
 namespace faults {
 
-enum class Operation { kCreate, kWrite, kPreallocate, kSync, kRename, kRemove };
+enum class Operation { kCreate, kWrite, kPreallocate, kSync, kRename, kExchange, kRemove };
 
 /// Called before each operation that changes a disk, with the number of bytes that are about to be
 /// written; it may lower them. Zero lets the operation go on; another value is the errno it fails

@@ -89,6 +89,10 @@ class Manifest {
   const SavedTensor* find(std::string_view group, const std::string& name) const;
 };
 
+/// Throws CheckpointError when `folder` holds a checkpoint: other files put there would make it one
+/// that its manifest does not describe.
+void expect_no_checkpoint(const std::filesystem::path& folder);
+
 /// What is done with a block's bytes once its checksum was right.
 using VerifiedBlock = std::function<void(std::size_t block, std::span<const std::byte> bytes)>;
 

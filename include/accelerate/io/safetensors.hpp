@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -181,6 +182,20 @@ std::uint64_t parse_size(std::string_view text);
 /// filled in the order given; one that is larger has a file of its own, before the one that is
 /// being filled. At least one (empty) shard.
 std::vector<std::vector<TensorInfo>> split(std::vector<TensorInfo> tensors, std::uint64_t most);
+
+/// Writes a set of files of tensors split into `shards`, and its index where they are several:
+/// `write` makes each file at the path it is given. They get their names when all are written; then
+/// what an earlier set left is removed. Returns their names, the index first. Throws
+/// CheckpointError when `folder` holds a checkpoint.
+std::vector<std::string> write_shards(
+    const std::filesystem::path& folder, std::string_view stem,
+    const std::vector<std::vector<TensorInfo>>& shards,
+    const std::function<void(const std::filesystem::path& path,
+                             const std::vector<TensorInfo>& tensors)>& write);
+
+/// Removes the files of a set, and its index, but for those of `kept`.
+void remove_shards(const std::filesystem::path& folder, std::string_view stem,
+                   const std::vector<std::string>& kept = {});
 
 /// A set of files read as one: a file, an index, or a folder with `model.safetensors` or one index
 /// in it.
