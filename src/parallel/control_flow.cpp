@@ -74,7 +74,8 @@ void ControlFlow::wait(Event event, std::int64_t number, const std::string& unit
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(10000));
     }
-    if (waits) store->deleteKey(waits_key(group_.rank()));
+    // Not deleted: a rank that just saw it there would read nothing, or wait for it.
+    if (waits) store->set(waits_key(group_.rank()), std::string());
   } catch (const Error&) {
     say();  // and leave it standing, for the other ranks to find that out too
     throw;
@@ -97,8 +98,12 @@ bool ControlFlow::check(Event event, std::int64_t number, const std::string& uni
       continue;
     }
     all = false;
-    if (!store->check({waits_key(rank)})) continue;
-    const std::string waits = store->get_to_str(waits_key(rank));
+    const auto read_waits = [&] {
+      const std::string its = waits_key(rank);
+      return store->check({its}) ? store->get_to_str(its) : std::string();
+    };
+    const std::string waits = read_waits();
+    if (waits.empty()) continue;
     std::istringstream fields(waits);
     int kind = 0;
     std::int64_t awaited = 0;
@@ -113,7 +118,7 @@ bool ControlFlow::check(Event event, std::int64_t number, const std::string& uni
       differ(in_words(their_event, own_unit), rank, in_words(their_event, their_unit));
     }
     // It may have gone on between the two looks.
-    if (store->check({key}) || !store->check({waits_key(rank)})) continue;
+    if (store->check({key}) || read_waits() != waits) continue;
     differ(in_words(event, unit), rank, in_words(their_event, their_unit));
   }
   return all;
