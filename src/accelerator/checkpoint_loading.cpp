@@ -47,8 +47,10 @@ void set_layouts(const Json& about, const Prepared& prepared, int world_size) {
 bool is_of_python(const fs::path& folder) {
   std::error_code ignored;
   // Ours has at least one of these; without the manifest it is damaged.
-  for (const char* const own : {io::Manifest::kFileName.data(), "random_states_0.json"}) {
-    if (fs::exists(io::replaced_folder(folder) / own, ignored)) return false;
+  const fs::path there = io::replaced_folder(folder);
+  for (const std::string_view own :
+       {io::Manifest::kFileName, std::string_view("random_states_0.json")}) {
+    if (fs::exists(there / own, ignored)) return false;
   }
   return fs::exists(folder / "model.safetensors", ignored) ||
          fs::exists(folder / "pytorch_model.bin", ignored);

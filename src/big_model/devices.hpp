@@ -51,15 +51,13 @@ inline void check_places(const DeviceMap& map) {
 /// What a map by name may fill of what is free, where the user said nothing: nine tenths of a
 /// single accelerator, since computing takes memory too.
 inline MaxMemory leave_room(MaxMemory available) {
-  Place* only = nullptr;
-  std::int64_t* bytes = nullptr;
+  std::int64_t* only = nullptr;
   for (auto& [place, limit] : available) {
     if (place.kind != Place::Kind::accelerator) continue;
     if (only != nullptr) return available;
-    only = &place;
-    bytes = &limit;
+    only = &limit;
   }
-  if (bytes != nullptr) *bytes = *bytes / 10 * 9;
+  if (only != nullptr) *only = *only / 10 * 9;
   return available;
 }
 
