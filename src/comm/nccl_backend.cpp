@@ -7,7 +7,7 @@
 
 namespace accelerate::comm {
 
-bool have_nccl() { return true; }
+std::string nccl_missing() { return {}; }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,

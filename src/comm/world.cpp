@@ -35,9 +35,15 @@ constexpr milliseconds kDepartureTimeout{10 * 1000};
 Backend choose_backend(const Topology& topology, const WorldOptions& options) {
   if (options.backend() != Backend::automatic) return options.backend();
   // NCCL wants a device for each process.
-  if (options.device().is_cuda() && have_nccl() &&
-      topology.local_world_size <= at::accelerator::deviceCount()) {
-    return Backend::nccl;
+  if (options.device().is_cuda() && topology.local_world_size <= at::accelerator::deviceCount()) {
+    const std::string missing = nccl_missing();
+    if (missing.empty()) return Backend::nccl;
+    if (topology.world_size > 1) {
+      log::warning(
+          concat("This build of accelerate-cpp has no NCCL, so tensors travel between GPUs "
+                 "through host memory, which is slow: ",
+                 missing, "."));
+    }
   }
   return topology.kind == LaunchKind::openmpi && have_mpi() ? Backend::mpi : Backend::gloo;
 }

@@ -136,7 +136,8 @@ TEST_F(Cuda, ShardedTrainsAsOneProcessWhateverTheDelays) {
 }
 
 TEST_F(Cuda, NcclReducesInAGroupOfOne) {
-  if (!comm::have_nccl()) GTEST_SKIP() << "NOT RUN: built without NCCL.";
+  if (const std::string missing = comm::nccl_missing(); !missing.empty())
+    GTEST_SKIP() << "NOT RUN: built without NCCL: " << missing;
   const auto backend = comm::make_nccl_backend(c10::make_intrusive<c10d::HashStore>(), 0, 1,
                                                std::chrono::seconds(30));
   std::vector<torch::Tensor> tensors{torch::full({1000}, 3.0, torch::kCUDA)};
