@@ -314,7 +314,7 @@ class HookedModel {
       return hook_.sent(argument);
     } else if constexpr (std::same_as<Value, std::vector<c10::IValue>>) {
       Value there;
-      for (const c10::IValue& value : argument) there.push_back(hook_.sent(value));
+      for (const typename Value::value_type& value : argument) there.push_back(hook_.sent(value));
       return there;
     } else if constexpr (TensorTree<Value>) {
       return tree::map(Value(std::forward<Argument>(argument)),

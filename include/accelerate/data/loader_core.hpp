@@ -137,8 +137,8 @@ class LoaderCore {
   /// Units of a whole pass of this process' stream, where known.
   virtual std::optional<std::int64_t> stream_length() const = 0;
   virtual Unit unit() const noexcept { return Unit::samples; }
-  virtual std::string save_stream(bool in_pass) const { return {}; }
-  virtual void load_stream(const std::string& bytes) {}
+  virtual std::string save_stream(bool /*in_pass*/) const { return {}; }
+  virtual void load_stream(const std::string& /*bytes*/) {}
   virtual std::optional<std::int64_t> dataset_size() const = 0;
 
   /// A pass: begin_pass, then show_step for each batch, then end_pass.

@@ -143,7 +143,7 @@ class IndexOrder {
   virtual void keep(std::int64_t) {}
   /// State beyond seed and epoch, as bytes: that at the begin of the present pass, or that before
   /// the next one. Empty when there is none.
-  virtual std::string save_state(bool in_pass) { return {}; }
+  virtual std::string save_state(bool /*in_pass*/) { return {}; }
   virtual void load_state(const std::string& bytes);
 };
 

@@ -69,7 +69,7 @@ class Strategy {
 
   /// Around every prepared forward. `outputs` are the tensors of what forward returned.
   virtual void before_forward(const ForwardContext& context) { forwarded_ |= context.grad_enabled; }
-  virtual void after_forward(const ForwardContext&, const std::vector<at::Tensor>& outputs) {}
+  virtual void after_forward(const ForwardContext&, const std::vector<at::Tensor>& /*outputs*/) {}
   /// True when after_forward wants the outputs (collecting them costs a walk over the tree).
   virtual bool wants_outputs() const noexcept { return false; }
   /// Called by `Accelerator::backward` when the backward pass has returned.
@@ -112,7 +112,7 @@ class Strategy {
   virtual std::vector<std::vector<std::int64_t>> reduction_layout() { return {}; }
   /// Takes such a layout, of the same module on as many ranks, alike on every rank; an empty one
   /// changes nothing. Throws CheckpointError when it is one of another module.
-  virtual void set_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) {}
+  virtual void set_reduction_layout(const std::vector<std::vector<std::int64_t>>& /*layout*/) {}
   /// While what is returned lives, the module's parameters are whole ordinary tensors. With
   /// `write_back`, changes made to them, alike on every rank, are kept. Collective.
   virtual std::shared_ptr<void> summon_full_params(bool write_back);
