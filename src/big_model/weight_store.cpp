@@ -1,10 +1,10 @@
 #include <accelerate/base/error.hpp>
-#include <accelerate/base/json.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/big_model/weight_store.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/io/file.hpp>
 #include <accelerate/io/safetensors.hpp>
+#include <base/parse_json.hpp>
 #include <big_model/folder_lock.hpp>
 #include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
@@ -13,7 +13,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/TensorOptions.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <array>
@@ -113,9 +112,9 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
   };
   Json index;
   try {
-    index = Json::parse(io::read_file(index_path));
-  } catch (const Json::exception&) {
-    refuse("is not JSON.");
+    index = parse_json(io::read_file(index_path));
+  } catch (const DataError& error) {
+    refuse(text::concat("cannot be read. ", error.what()));
   }
   if (!index.is_object()) refuse("is not a JSON object.");
   const fs::path folder = index_path.parent_path();
@@ -278,7 +277,11 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
   const fs::path index_path = fs::absolute(folder / "index.json");
   Json index = Json::object();
   if (fs::exists(index_path)) {
-    index = Json::parse(io::read_file(index_path), nullptr, /*allow_exceptions=*/false);
+    try {
+      index = parse_json(io::read_file(index_path));
+    } catch (const DataError&) {
+      index = nullptr;
+    }
     if (!index.is_object()) {
       throw CheckpointError(
           text::concat("The offload index ", index_path,

@@ -4,6 +4,7 @@
 #include <accelerate/io/mapped_file.hpp>
 
 #include "base/in_threads.hpp"
+#include "base/parse_json.hpp"
 #include "io/system_error.hpp"
 
 #include <algorithm>
@@ -89,7 +90,7 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
   }
   Manifest manifest;
   try {
-    const Json all = Json::parse(contents);
+    const Json all = parse_json(contents);
     if (all.at("format") != kFormat) refuse("is not a list of an accelerate-cpp checkpoint.");
     if (all.at("version") != kVersion) {
       refuse(text::concat("has version ", all.at("version").dump(), ", and this library reads ",
@@ -133,6 +134,8 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
       }
     }
     manifest.aliases = all.at("aliases").get<decltype(manifest.aliases)>();
+  } catch (const DataError& error) {
+    refuse(text::concat("cannot be read. ", error.what()));
   } catch (const Json::exception& error) {
     std::throw_with_nested(CheckpointError(
         text::concat(path.string(), " is not what a list of a checkpoint looks like."),
