@@ -8,6 +8,7 @@
 #include <big_model/folder_lock.hpp>
 #include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
+#include <io/inside.hpp>
 #include <io/system_error.hpp>
 
 #include <ATen/ops/empty.h>
@@ -19,6 +20,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <limits>
+#include <map>
 
 namespace accelerate {
 namespace {
@@ -92,7 +94,8 @@ void add_collection(WeightStore& store, const fs::path& path) {
 
 // Nothing when it can be.
 std::string not_a_file_name(const std::string& weight) {
-  if (weight.find('/') == std::string::npos && !weight.empty() && !weight.starts_with('.'))
+  if (weight.find_first_of(std::string_view("/\0", 2)) == std::string::npos && !weight.empty() &&
+      !weight.starts_with('.'))
     return {};
   return text::concat("has the weight '", weight, "', which cannot be the name of a file.");
 }
@@ -118,13 +121,27 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
   }
   if (!index.is_object()) refuse("is not a JSON object.");
   const fs::path folder = index_path.parent_path();
+  struct Opened {
+    io::FileStamp stamp;
+    safetensors::Header header;
+  };
+  std::map<std::string, Opened> opened;  // many weights are in one
   for (const auto& [name, value] : index.items()) {
     try {
       if (value.contains("safetensors_file")) {
-        const fs::path file = folder / value.at("safetensors_file").get<std::string>();
+        const auto& file_name = value.at("safetensors_file").get_ref<const std::string&>();
+        if (!io::stays_inside(file_name)) {
+          refuse(text::concat("says that '", name, "' is in '", file_name,
+                              "', which is not a file in its folder."));
+        }
+        const fs::path file = folder / file_name;
         const std::string weight = value.value("weight_name", name);
-        const io::FileStamp stamp = io::File::open(file).stamp();
-        const safetensors::Header header = safetensors::Header::read(file);
+        auto found = opened.find(file_name);
+        if (found == opened.end()) {
+          const io::FileStamp stamp = io::File::open(file).stamp();
+          found = opened.emplace(file_name, Opened{stamp, safetensors::Header::read(file)}).first;
+        }
+        const auto& [stamp, header] = found->second;
         const safetensors::TensorInfo* info = header.find(weight);
         if (info == nullptr)
           refuse(text::concat("says that '", weight, "' is in ", file, ", and it is not."));

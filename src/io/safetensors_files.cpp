@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/parse_json.hpp"
+#include "io/inside.hpp"
 #include "io/system_error.hpp"
 
 namespace accelerate::io::safetensors {
@@ -75,10 +76,7 @@ Index Index::read(const fs::path& path) {
   for (const auto& [name, file] : json["weight_map"].items()) {
     if (!file.is_string())
       throw_damaged(path, path.string(), " names no file for the tensor '", name, "'.");
-    const fs::path relative(file.get<std::string>());
-    bool outside = relative.empty() || relative.is_absolute();
-    for (const fs::path& part : relative) outside |= part == "..";
-    if (outside || file.get_ref<const std::string&>().find('\0') != std::string::npos) {
+    if (!stays_inside(file.get<std::string>())) {
       throw_damaged(path, path.string(), " says that the tensor '", name, "' is in '",
                     file.get<std::string>(), "', which is not a file in its folder.");
     }
