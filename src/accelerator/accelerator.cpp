@@ -9,6 +9,7 @@
 
 #include "accelerator/make_strategy.hpp"
 #include "accelerator/resolve.hpp"
+#include "base/terminal_line.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
@@ -490,7 +491,10 @@ void Accelerator::local_main_process_first(const std::function<void()>& function
             "local_main_process_first", function);
 }
 
-void Accelerator::print_line(const std::string& line) { std::cout << line << std::endl; }
+void Accelerator::print_line(const std::string& line) {
+  detail::clear_terminal_line();
+  std::cout << line << std::endl;
+}
 
 void Accelerator::free_memory() {
   checkpointing_->forget_prepared();

@@ -9,9 +9,9 @@
 
 #include "accelerator/checkpoint_names.hpp"
 #include "accelerator/exact_json.hpp"
+#include "base/parse_json.hpp"
 
 #include <ATen/Context.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -191,14 +191,14 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
   for (const auto& loader : loaders_) loaders.push_back(loader->state_dict());
   std::vector<Json> by_process;
   for (const std::string& text : group_.all_gather_bytes(loaders.dump()))
-    by_process.push_back(Json::parse(text));
+    by_process.push_back(parse_json(text));
   const auto random = Json{{"seed", at::globalContext().defaultGenerator(at::kCPU).current_seed()},
                            {"states", RngState::capture().to_json()}};
   std::map<int, Json> random_states{{savers_.world.rank(), random}};
   if (group_.size() != savers_.world.size()) {
     const auto all = savers_.world.all_gather_bytes(random.dump());
     for (std::size_t rank = 0; rank < all.size(); ++rank)
-      random_states[static_cast<int>(rank)] = Json::parse(all[rank]);
+      random_states[static_cast<int>(rank)] = parse_json(all[rank]);
   }
   together(group_, "collecting the state to save", folder.string(), [&] {
     for (const auto& [rank, state] : random_states)
@@ -337,7 +337,7 @@ void Checkpointing::tidy(const comm::Group& group, const fs::path& newest) {
   checkpoints::Load(group, newest).verify();
   together(group, "deleting old checkpoints", parent.string(), [&] {
     if (group.rank() != 0) return;
-    for (const Json& name : Json::parse(text)) {
+    for (const Json& name : parse_json(text)) {
       // Under another name first: a checkpoint is complete, or none.
       const fs::path old = parent / name.get<std::string>();
       const fs::path gone = parent / ("." + name.get<std::string>() + ".partial");

@@ -1,13 +1,13 @@
 #include <accelerate/accelerator/collect.hpp>
 
 #include <accelerate/base/error.hpp>
-#include <accelerate/base/json.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/comm/collectives.hpp>
 
+#include "base/parse_json.hpp"
+
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -32,7 +32,7 @@ std::vector<at::Tensor> gather_rows(const at::Tensor& own, const comm::Group& gr
   at::Tensor some;
   for (const std::string& other : group.all_gather_bytes(message)) {
     const std::size_t end = other.find('\n');
-    const Json header = Json::parse(other.substr(0, end));
+    const Json header = parse_json(other.substr(0, end));
     at::Tensor rows;
     if (!header.is_null()) {
       rows = at::empty(header.at("shape").get<std::vector<std::int64_t>>(),

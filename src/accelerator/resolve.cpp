@@ -2,13 +2,14 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/io/file.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
 
+#include "base/parse_json.hpp"
+
 #include <c10/core/Device.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <fstream>
 #include <string_view>
 #include <utility>
 
@@ -297,14 +298,16 @@ Json read_config_file(const AcceleratorOptions& options, const Environment& envi
   const auto path =
       options.config_file() ? options.config_file() : environment.get("ACCELERATE_CONFIG_FILE");
   if (!path) return Json::object();
-  std::ifstream in(*path);
-  if (!in) {
-    throw ConfigError(
+  std::string text;
+  try {
+    text = io::read_file(*path);
+  } catch (const CheckpointError&) {
+    std::throw_with_nested(ConfigError(
         text::concat("The configuration file ", *path,
-                     " cannot be opened. Check the path, or unset ACCELERATE_CONFIG_FILE."));
+                     " cannot be read. Check the path, or unset ACCELERATE_CONFIG_FILE.")));
   }
   try {
-    Json file = Json::parse(in);
+    Json file = parse_json(text);
     if (!file.is_object()) throw ConfigError("Its top level is not an object.");
     return file;
   } catch (const std::exception&) {

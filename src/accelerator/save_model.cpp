@@ -5,8 +5,9 @@
 #include <accelerate/checkpoint/together.hpp>
 #include <accelerate/io/manifest.hpp>
 
+#include "base/parse_json.hpp"
+
 #include <ATen/ops/full.h>
-#include <nlohmann/json.hpp>
 
 namespace accelerate {
 
@@ -31,7 +32,7 @@ std::vector<std::string> Accelerator::save_model(PreparedModuleBase& model,
       io::safetensors::remove_shards(folder, "model");
     }
   });
-  return Json::parse(world().broadcast_bytes(Json(files).dump())).get<std::vector<std::string>>();
+  return parse_json(world().broadcast_bytes(Json(files).dump())).get<std::vector<std::string>>();
 }
 
 void Accelerator::stop_on_signals(const std::vector<int>& signals) {

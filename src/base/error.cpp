@@ -1,5 +1,7 @@
 #include <accelerate/base/error.hpp>
 
+#include "base/plain_text.hpp"
+
 #include <utility>
 
 namespace accelerate {
@@ -44,7 +46,7 @@ std::string describe(const std::exception& error) {
   } catch (...) {
     text += " Caused by something that is not a std::exception.";
   }
-  return text;
+  return text::printable(text);
 }
 
 }  // namespace accelerate

@@ -3,6 +3,7 @@
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 
+#include "base/plain_text.hpp"
 #include "base/terminal_line.hpp"
 
 #include <sys/ioctl.h>
@@ -11,7 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdio>
+#include <csignal>
 #include <iostream>
 #include <utility>
 
@@ -38,13 +39,31 @@ std::string amount_text(std::int64_t amount, const std::string& unit) {
 
 std::string rate_text(double rate, const std::string& unit) {
   if (unit == kBytes) return text::format_bytes(static_cast<std::int64_t>(rate)) + "/s";
-  char number[32];
-  if (rate >= 1.0 || rate <= 0.0) {
-    std::snprintf(number, sizeof number, rate >= 100.0 ? "%.0f" : "%.2f", rate);
-    return text::concat(number, " ", unit, "/s");
+  if (rate < 1.0 && rate > 0.0) return text::fixed(1.0 / rate, 2) + " s each";
+  return text::fixed(rate, rate >= 100.0 ? 0 : 2) + " " + unit + "/s";
+}
+
+extern "C" void end_line_and_process(int number) {
+  if (line_is_open.exchange(false)) {
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, "\n", 1);
   }
-  std::snprintf(number, sizeof number, "%.2f", 1.0 / rate);
-  return text::concat(number, " s each");
+  ::raise(number);  // which does what it did before, as this handler is for one time
+}
+
+// The shell's prompt begins a line of its own after Ctrl-C. Programs that handle the signals
+// themselves decide for themselves.
+void end_line_on_signals() {
+  static const bool done = [] {
+    for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction action {};
+      if (::sigaction(number, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
+      action.sa_handler = end_line_and_process;
+      action.sa_flags = static_cast<int>(SA_RESETHAND);
+      ::sigaction(number, &action, nullptr);
+    }
+    return true;
+  }();
+  static_cast<void>(done);
 }
 
 }  // namespace
@@ -114,7 +133,10 @@ struct Progress::State {
   void show(const std::string& content) {
     if (terminal) {
       out << kEraseLine << content << std::flush;
-      if (on_stderr()) line_is_open = true;
+      if (on_stderr()) {
+        end_line_on_signals();
+        line_is_open = true;
+      }
     } else {
       out << content << "\n" << std::flush;
     }
@@ -130,9 +152,8 @@ struct Progress::State {
       share = total > 0
                   ? std::clamp(static_cast<double>(done) / static_cast<double>(total), 0.0, 1.0)
                   : 1.0;
-      char percent[16];
-      std::snprintf(percent, sizeof percent, "%3.0f%%", share * 100.0);
-      before += percent;
+      const std::string percent = text::fixed(share * 100.0, 0) + "%";
+      before += std::string(4 - percent.size(), ' ') + percent;
       after += "/" + amount_text(total, options.unit());
     }
     if (options.unit() != kBytes) after += " " + options.unit();

@@ -1,14 +1,25 @@
 #include <accelerate/base/text.hpp>
 
+#include "base/plain_text.hpp"
+
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <utility>
 
 namespace accelerate::text {
+
+namespace {
+
+// Those of <cctype> depend on the locale.
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+// Two digits at least.
+std::string padded(long long value) { return (value < 10 ? "0" : "") + std::to_string(value); }
+
+}  // namespace
 
 std::optional<std::int64_t> to_int(std::string_view text) {
   text = trim(text);
@@ -39,18 +50,45 @@ std::optional<bool> to_bool(std::string_view text) {
   return std::nullopt;
 }
 
+std::string fixed(double value, int digits) {
+  char buffer[400];  // the largest double has 309 digits before the point
+  const auto end =
+      std::to_chars(buffer, buffer + sizeof buffer, value, std::chars_format::fixed, digits).ptr;
+  return {buffer, end};
+}
+
+std::string printable(std::string_view text) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string safe;
+  safe.reserve(text.size());
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const bool control = (byte < 0x20 && byte != '\n' && byte != '\t') || byte == 0x7f;
+    // U+0080 to U+009F, among which are eight-bit forms of what begins with escape.
+    const bool second_set = byte == 0xc2 && i + 1 < text.size() &&
+                            static_cast<unsigned char>(text[i + 1]) >= 0x80 &&
+                            static_cast<unsigned char>(text[i + 1]) < 0xa0;
+    if (!control && !second_set) {
+      safe += text[i];
+      continue;
+    }
+    const auto shown = second_set ? static_cast<unsigned char>(text[++i]) : byte;
+    safe += {'\\', 'x', kDigits[shown >> 4], kDigits[shown & 15]};
+  }
+  return safe;
+}
+
 std::string to_lower(std::string_view text) {
   std::string lower(text);
-  std::transform(lower.begin(), lower.end(), lower.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  std::transform(lower.begin(), lower.end(), lower.begin(), [](char c) {
+    return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  });
   return lower;
 }
 
 std::string_view trim(std::string_view text) {
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front())))
-    text.remove_prefix(1);
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back())))
-    text.remove_suffix(1);
+  while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
   return text;
 }
 
@@ -67,10 +105,7 @@ std::vector<std::string> split(std::string_view text, char separator) {
 std::optional<std::int64_t> to_bytes(std::string_view text) {
   text = trim(text);
   std::size_t digits = 0;
-  while (digits < text.size() &&
-         (std::isdigit(static_cast<unsigned char>(text[digits])) || text[digits] == '.')) {
-    ++digits;
-  }
+  while (digits < text.size() && (is_digit(text[digits]) || text[digits] == '.')) ++digits;
   const auto number = to_double(text.substr(0, digits));
   if (!number) return std::nullopt;
   const std::string_view unit = trim(text.substr(digits));
@@ -100,27 +135,15 @@ std::string format_bytes(std::int64_t bytes) {
     value /= 1024.0;
     ++unit;
   }
-  char buffer[48];
-  std::snprintf(buffer, sizeof buffer, unit == 0 ? "%.0f %s" : "%.2f %s", value, kUnits[unit]);
-  return buffer;
+  return fixed(value, unit == 0 ? 0 : 2) + " " + kUnits[unit];
 }
 
 std::string format_seconds(double seconds) {
-  char buffer[48];
-  if (seconds < 1.0) {
-    std::snprintf(buffer, sizeof buffer, "%.0f ms", seconds * 1e3);
-  } else if (seconds < 60.0) {
-    std::snprintf(buffer, sizeof buffer, "%.1f s", seconds);
-  } else {
-    const auto whole = static_cast<long long>(seconds);
-    if (whole >= 3600) {
-      std::snprintf(buffer, sizeof buffer, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60,
-                    whole % 60);
-    } else {
-      std::snprintf(buffer, sizeof buffer, "%lld:%02lld", whole / 60, whole % 60);
-    }
-  }
-  return buffer;
+  if (seconds < 1.0) return fixed(seconds * 1e3, 0) + " ms";
+  if (seconds < 60.0) return fixed(seconds, 1) + " s";
+  const auto whole = static_cast<long long>(seconds);
+  if (whole < 3600) return std::to_string(whole / 60) + ":" + padded(whole % 60);
+  return std::to_string(whole / 3600) + ":" + padded(whole / 60 % 60) + ":" + padded(whole % 60);
 }
 
 }  // namespace accelerate::text

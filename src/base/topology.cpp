@@ -36,6 +36,12 @@ void check_rank(int rank, int size, const std::string& rank_name, const std::str
     throw ConfigError(
         concat(size_name, " is ", size, ", and a number of processes from 1 up was expected."));
   }
+  // As many ranks fill tables of their peers, and a mistyped number would fill the memory.
+  constexpr int kMostProcesses = 1'000'000;
+  if (size > kMostProcesses) {
+    throw ConfigError(concat(size_name, " is ", size, ", and at most ", kMostProcesses,
+                             " processes can take part. Correct it."));
+  }
   if (rank >= size) {
     throw ConfigError(concat(rank_name, " is ", rank, " and ", size_name, " is ", size,
                              "; ranks go from 0 to ", size - 1, ". Correct one of the two."));

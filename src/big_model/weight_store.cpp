@@ -1,25 +1,26 @@
 #include <accelerate/base/error.hpp>
-#include <accelerate/base/json.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/big_model/weight_store.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/io/file.hpp>
 #include <accelerate/io/safetensors.hpp>
+#include <base/parse_json.hpp>
 #include <big_model/folder_lock.hpp>
 #include <big_model/parts.hpp>
 #include <intercept/quiet.hpp>
+#include <io/inside.hpp>
 #include <io/system_error.hpp>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/TensorOptions.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
 #include <limits>
+#include <map>
 
 namespace accelerate {
 namespace {
@@ -93,7 +94,8 @@ void add_collection(WeightStore& store, const fs::path& path) {
 
 // Nothing when it can be.
 std::string not_a_file_name(const std::string& weight) {
-  if (weight.find('/') == std::string::npos && !weight.empty() && !weight.starts_with('.'))
+  if (weight.find_first_of(std::string_view("/\0", 2)) == std::string::npos && !weight.empty() &&
+      !weight.starts_with('.'))
     return {};
   return text::concat("has the weight '", weight, "', which cannot be the name of a file.");
 }
@@ -113,19 +115,33 @@ void add_folder(WeightStore& store, const fs::path& index_path) {
   };
   Json index;
   try {
-    index = Json::parse(io::read_file(index_path));
-  } catch (const Json::exception&) {
-    refuse("is not JSON.");
+    index = parse_json(io::read_file(index_path));
+  } catch (const DataError& error) {
+    refuse(text::concat("cannot be read. ", error.what()));
   }
   if (!index.is_object()) refuse("is not a JSON object.");
   const fs::path folder = index_path.parent_path();
+  struct Opened {
+    io::FileStamp stamp;
+    safetensors::Header header;
+  };
+  std::map<std::string, Opened> opened;  // many weights are in one
   for (const auto& [name, value] : index.items()) {
     try {
       if (value.contains("safetensors_file")) {
-        const fs::path file = folder / value.at("safetensors_file").get<std::string>();
+        const auto& file_name = value.at("safetensors_file").get_ref<const std::string&>();
+        if (!io::stays_inside(file_name)) {
+          refuse(text::concat("says that '", name, "' is in '", file_name,
+                              "', which is not a file in its folder."));
+        }
+        const fs::path file = folder / file_name;
         const std::string weight = value.value("weight_name", name);
-        const io::FileStamp stamp = io::File::open(file).stamp();
-        const safetensors::Header header = safetensors::Header::read(file);
+        auto found = opened.find(file_name);
+        if (found == opened.end()) {
+          const io::FileStamp stamp = io::File::open(file).stamp();
+          found = opened.emplace(file_name, Opened{stamp, safetensors::Header::read(file)}).first;
+        }
+        const auto& [stamp, header] = found->second;
         const safetensors::TensorInfo* info = header.find(weight);
         if (info == nullptr)
           refuse(text::concat("says that '", weight, "' is in ", file, ", and it is not."));
@@ -278,7 +294,11 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
   const fs::path index_path = fs::absolute(folder / "index.json");
   Json index = Json::object();
   if (fs::exists(index_path)) {
-    index = Json::parse(io::read_file(index_path), nullptr, /*allow_exceptions=*/false);
+    try {
+      index = parse_json(io::read_file(index_path));
+    } catch (const DataError&) {
+      index = nullptr;
+    }
     if (!index.is_object()) {
       throw CheckpointError(
           text::concat("The offload index ", index_path,

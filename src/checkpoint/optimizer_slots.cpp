@@ -59,7 +59,7 @@ std::optional<Json> to_json(const c10::IValue& value) {
   if (value.isInt()) return Json(value.toInt());
   if (value.isDouble()) {
     // JSON has no word for these.
-    if (!std::isfinite(value.toDouble())) return Json{{"double", std::to_string(value.toDouble())}};
+    if (!std::isfinite(value.toDouble())) return Json{{"double", text::concat(value.toDouble())}};
     return Json(value.toDouble());
   }
   if (value.isString()) return Json{{"string", value.toStringRef()}};
@@ -87,7 +87,11 @@ c10::IValue from_json(const Json& json) {
   if (json.is_boolean()) return json.get<bool>();
   if (json.is_number_float()) return json.get<double>();
   if (json.is_number_integer()) return json.get<std::int64_t>();
-  if (json.contains("double")) return std::stod(json.at("double").get<std::string>());
+  if (json.contains("double")) {
+    const auto& word = json.at("double").get_ref<const std::string&>();
+    if (const auto number = text::to_double(word)) return *number;
+    throw DataError("A number of the optimizer's state is '" + word + "'.");
+  }
   if (json.contains("string")) return json.at("string").get<std::string>();
   if (json.contains("tuple")) {
     std::vector<c10::IValue> items;

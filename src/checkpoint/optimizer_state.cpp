@@ -6,6 +6,7 @@
 #include <accelerate/checkpoint/together.hpp>
 #include <accelerate/optim/adafactor.hpp>
 
+#include "base/parse_json.hpp"
 #include "checkpoint/archives.hpp"
 #include "checkpoint/optimizer_slots.hpp"
 
@@ -13,7 +14,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/tensor.h>
 #include <torch/optim/optimizer.h>
-#include <nlohmann/json.hpp>
 
 #include <set>
 
@@ -118,7 +118,7 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
     // Each process knows the parameters that it has elements of.
     const auto others = group.all_gather_bytes(states.dump());
     for (const std::string& text : others) {
-      const Json other = Json::parse(text);
+      const Json other = parse_json(text);
       for (const auto& [parameter, entries] : other.items()) {
         if (!states.contains(parameter)) states[parameter] = entries;
       }

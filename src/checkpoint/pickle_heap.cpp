@@ -28,6 +28,9 @@ std::int64_t PickleHeap::int_of(const Value& value, const char* what) const {
 
 std::vector<std::int64_t> PickleHeap::ints_of(const Value& value, const char* what) const {
   if (value.tag != Tag::kTuple) refuse(what, " is not a tuple");
+  constexpr std::size_t kMostDimensions = 64;  // as many as LibTorch's kernels take
+  if (lists_[value.data].size() > kMostDimensions)
+    refuse(what, " has ", lists_[value.data].size(), " numbers");
   std::vector<std::int64_t> numbers;
   for (const Value& item : lists_[value.data]) numbers.push_back(int_of(item, what));
   return numbers;
@@ -37,8 +40,7 @@ PyValue PickleHeap::value_of(const Value& value, int depth) {
   if (depth > kMostDepth)
     refuse("its values lie more than ", kMostDepth,
            " deep within each other, or one contains itself");
-  if (budget_-- == 0)
-    refuse("its values refer to each other so often that they would be far larger than the file");
+  spend(sizeof(PyValue));
   switch (value.tag) {
     case Tag::kNone:
       return {};
@@ -49,10 +51,10 @@ PyValue PickleHeap::value_of(const Value& value, int depth) {
     case Tag::kFloat:
       return std::bit_cast<double>(value.data);
     case Tag::kString:
-      spend(texts_[value.data].size() / 16);
+      spend(texts_[value.data].size());
       return std::string(texts_[value.data]);
     case Tag::kBytes:
-      spend(texts_[value.data].size() / 16);
+      spend(texts_[value.data].size());
       return PyBytes{std::string(texts_[value.data])};
     case Tag::kList:
     case Tag::kTuple: {
@@ -82,10 +84,13 @@ PyValue PickleHeap::value_of(const Value& value, int depth) {
   refuse("a function or a storage stands in it as a value");
 }
 
-void PickleHeap::spend(std::uint64_t amount) {
-  if (amount > budget_)
-    refuse("its values refer to each other so often that they would be far larger than the file");
-  budget_ -= amount;
+void PickleHeap::spend(std::uint64_t bytes) {
+  if (bytes > budget_) {
+    refuse(
+        "its values refer to each other so often, or are so many, that they would be far larger "
+        "than the file. Store large data as tensors");
+  }
+  budget_ -= bytes;
 }
 
 std::vector<std::pair<PyValue, PyValue>> PickleHeap::pairs_of(const std::vector<Value>& items,

@@ -46,9 +46,9 @@ class PickleHeap {
     std::vector<Value> attributes;  // likewise
     bool ordered = false;
   };
-  // `pickle_bytes` bounds how large the value may become. `path` is for the messages.
+  // `pickle_bytes` bounds how much memory what it makes may take. `path` is for the messages.
   PickleHeap(std::size_t pickle_bytes, const std::filesystem::path& path)
-      : path_(path), budget_(100'000 + 2 * pickle_bytes) {}
+      : path_(path), budget_(kLeastBudget + kBudgetPerByte * pickle_bytes) {}
 
   template <class... Parts>
   [[noreturn]] void refuse(const Parts&... why) const {
@@ -63,8 +63,13 @@ class PickleHeap {
   std::int64_t int_of(const Value& value, const char* what) const;
   std::vector<std::int64_t> ints_of(const Value& value, const char* what) const;
 
-  // Values that are referred to several times are copied each time, and the budget keeps a small
-  // file from asking for a large number of copies. A value that contains itself ends at the depth.
+  // Each operation says how many bytes what it makes will take. Most have operands of their own
+  // size; those that copy what was remembered, or make an object of one byte, would let a small
+  // file fill the memory or take for ever.
+  void spend(std::uint64_t bytes);
+
+  // Values that are referred to several times are copied each time, within the budget. A value that
+  // contains itself ends at the depth.
   PyValue value_of(const Value& value) { return value_of(value, 0); }
 
   std::vector<std::string_view> texts_;  // of the pickle, or of owned_
@@ -74,8 +79,12 @@ class PickleHeap {
   std::vector<at::Tensor> tensors_;
 
  private:
+  // A list of small numbers, the densest thing that Python writes, needs 80 bytes for each of its
+  // values, of two bytes; a state dict some 20 for each byte.
+  static constexpr std::uint64_t kBudgetPerByte = 40;
+  static constexpr std::uint64_t kLeastBudget = std::uint64_t{8} << 20;
+
   PyValue value_of(const Value& value, int depth);
-  void spend(std::uint64_t amount);
   std::vector<std::pair<PyValue, PyValue>> pairs_of(const std::vector<Value>& items, int depth);
 
   const std::filesystem::path& path_;

@@ -6,11 +6,11 @@
 #include <accelerate/checkpoint/together.hpp>
 #include <accelerate/io/mapped_file.hpp>
 
+#include "base/parse_json.hpp"
 #include "checkpoint/pickler.hpp"
 #include "io/checked_writer.hpp"
 
 #include <ATen/core/grad_mode.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <exception>
@@ -288,7 +288,7 @@ void Save::plan() {
 
   std::vector<Json> all;
   for (const std::string& text : group_.all_gather_bytes(own.dump()))
-    all.push_back(Json::parse(text));
+    all.push_back(parse_json(text));
   together(group_, "planning the checkpoint", folder_.string(), [&] {
     for (const TensorGroup& group : groups_) {
       // Refuses what a file cannot hold, by name.
@@ -450,7 +450,7 @@ void Save::complete(const std::vector<std::string>& reports) {
     if (!group.aliases.empty()) manifest.aliases[group.name] = group.aliases;
   }
   for (const std::string& report : reports) {
-    for (const Json& entry : Json::parse(report)) {
+    for (const Json& entry : parse_json(report)) {
       add_file(entry);
       if (!entry.contains("group")) continue;
       auto& tensors = manifest.groups[entry["group"].get<std::string>()];

@@ -19,9 +19,9 @@ namespace accelerate::checkpoints {
 
 namespace {
 
-// The code points of UTF-8 text, or nothing when it is not that.
-std::optional<std::u32string> decode_utf8(std::string_view text) {
-  std::u32string points;
+// Calls `each` with the code points of UTF-8 text; false when it is not that.
+template <class Each>
+bool for_each_point(std::string_view text, Each&& each) {
   for (std::size_t i = 0; i < text.size();) {
     const auto first = static_cast<unsigned char>(text[i++]);
     const int more = first < 0x80                    ? 0
@@ -29,18 +29,22 @@ std::optional<std::u32string> decode_utf8(std::string_view text) {
                      : first >= 0xe0 && first < 0xf0 ? 2
                      : first >= 0xf0 && first < 0xf5 ? 3
                                                      : -1;
-    if (more < 0 || text.size() - i < static_cast<std::size_t>(more)) return std::nullopt;
+    if (more < 0 || text.size() - i < static_cast<std::size_t>(more)) return false;
     char32_t point = more == 0 ? first : first & (0x3f >> more);
     for (int j = 0; j < more; ++j) {
       const auto next = static_cast<unsigned char>(text[i++]);
-      if ((next & 0xc0) != 0x80) return std::nullopt;
+      if ((next & 0xc0) != 0x80) return false;
       point = point << 6 | (next & 0x3f);
     }
     constexpr char32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
-    if (point < kLeast[more] || point > 0x10ffff) return std::nullopt;
-    points.push_back(point);
+    if (point < kLeast[more] || point > 0x10ffff) return false;
+    each(point);
   }
-  return points;
+  return true;
+}
+
+bool is_utf8(std::string_view text) {
+  return for_each_point(text, [](char32_t) {});
 }
 
 class Machine : PickleHeap {
@@ -121,16 +125,19 @@ class Machine : PickleHeap {
     return values;
   }
   void push_text(std::string_view text) {
-    if (!decode_utf8(text)) refuse("text in its pickle is not UTF-8");
+    if (!is_utf8(text)) refuse("text in its pickle is not UTF-8");
+    spend(sizeof text);
     texts_.push_back(text);
     push(Tag::kString, texts_.size() - 1);
   }
   void push_bytes(std::string bytes) {
+    spend(sizeof bytes + bytes.size());
     owned_.push_back(std::move(bytes));
     texts_.push_back(owned_.back());
     push(Tag::kBytes, texts_.size() - 1);
   }
   void push_list(Tag tag, std::vector<Value> items) {
+    spend(sizeof items + items.size() * sizeof(Value));
     lists_.push_back(std::move(items));
     push(tag, lists_.size() - 1);
   }
@@ -140,10 +147,14 @@ class Machine : PickleHeap {
     return items;
   }
   void push_dict(bool ordered) {
+    spend(sizeof(Dict));
     dicts_.emplace_back().ordered = ordered;
     push(Tag::kDict, dicts_.size() - 1);
   }
-  void remember(std::uint64_t index) { memo_[index] = top(); }
+  void remember(std::uint64_t index) {
+    constexpr std::uint64_t kNode = 64;  // of the table, with the allocator's share
+    if (memo_.insert_or_assign(index, top()).second) spend(kNode);
+  }
   void recall(std::uint64_t index) {
     const auto found = memo_.find(index);
     if (found == memo_.end())
@@ -152,12 +163,14 @@ class Machine : PickleHeap {
   }
   void append(const std::vector<Value>& items) {
     if (top().tag != Tag::kList) refuse("its pickle appends to something that is not a list");
+    spend(items.size() * sizeof(Value));
     auto& list = lists_[top().data];
     list.insert(list.end(), items.begin(), items.end());
   }
   void set_items(const std::vector<Value>& items) {
     if (top().tag != Tag::kDict) refuse("its pickle sets keys of something that is not a dict");
     if (items.size() % 2 != 0) refuse("its pickle has a key without a value");
+    spend(items.size() * sizeof(Value));
     auto& dict = dicts_[top().data].items;
     dict.insert(dict.end(), items.begin(), items.end());
   }
@@ -310,6 +323,7 @@ class Machine : PickleHeap {
                                             dtype ? c10::elementSize(*dtype) : 1, &bytes)) {
       refuse("a storage in it would have ", count, " elements");
     }
+    spend(sizeof(StorageRef));
     storages_.push_back({storage_of_(key, bytes), bytes, dtype});
     push(Tag::kStorage, storages_.size() - 1);
   }
@@ -348,7 +362,9 @@ class Machine : PickleHeap {
       case Function::kDevice: {
         const auto& parts = tuple_of(arguments, 1, 2, "torch.device's arguments");
         std::string name(text_of(parts[0], "a device"));
+        if (name.size() > 100) refuse("a device in it has a name of ", name.size(), " bytes");
         if (parts.size() > 1) name += ":" + std::to_string(int_of(parts[1], "a device's number"));
+        spend(sizeof name + name.size());
         owned_.push_back(std::move(name));
         return push_text(owned_.back());
       }
@@ -366,12 +382,13 @@ class Machine : PickleHeap {
     if (encoding != "latin1" && encoding != "latin-1")
       refuse("bytes in it are encoded in ", encoding.substr(0, 40), " and not in latin1");
     std::string bytes;
-    const std::u32string points =
-        decode_utf8(text_of(parts[0], "bytes")).value();  // was checked when it was read
-    for (const char32_t point : points) {
+    const std::string_view text = text_of(parts[0], "bytes");
+    // That it is UTF-8 was checked when it was read; other bytes may be in a value of bytes.
+    const bool valid = for_each_point(text, [&](char32_t point) {
       if (point > 0xff) refuse("bytes in it have a value of ", static_cast<std::uint32_t>(point));
       bytes.push_back(static_cast<char>(point));
-    }
+    });
+    if (!valid) refuse("bytes in it are encoded from what is not text");
     push_bytes(std::move(bytes));
   }
 
@@ -383,6 +400,7 @@ class Machine : PickleHeap {
     if (state.data == top().data) refuse("a dict in it contains itself");
     auto& attributes = dicts_[top().data].attributes;
     const auto& items = dicts_[state.data].items;
+    spend(items.size() * sizeof(Value));
     attributes.insert(attributes.end(), items.begin(), items.end());
   }
 
@@ -417,6 +435,8 @@ class Machine : PickleHeap {
       refuse("a tensor of shape [", text::join(sizes), "], strides [", text::join(strides),
              "] and offset ", offset, " does not fit into its storage of ", elements, " elements");
     }
+    constexpr std::uint64_t kTensor = 512;  // with its shape and strides, roughly
+    spend(kTensor);
     const auto options = at::TensorOptions().dtype(*dtype);
     at::Tensor tensor = at::empty(empty ? c10::IntArrayRef(sizes) : c10::IntArrayRef({0}), options);
     if (!empty) tensor.set_(storage.storage, offset, sizes, strides);
@@ -430,6 +450,7 @@ class Machine : PickleHeap {
     if (metadata.tag == Tag::kNone) return;
     if (metadata.tag != Tag::kDict) refuse("a tensor in it has a description that is not a dict");
     const auto& items = dicts_[metadata.data].items;
+    spend(items.size() * sizeof(Value));
     for (std::size_t i = 0; i < items.size(); i += 2) {
       const std::string_view name = text_of(items[i], "a tensor's description");
       if (items[i + 1].tag != Tag::kBool || (name != "conj" && name != "neg"))

@@ -6,6 +6,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "base/plain_text.hpp"
 #include "cli/commands.hpp"
 
 #include <sys/utsname.h>
@@ -100,7 +101,7 @@ void run() {
     for (const char* prefix : {"ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "RANK",
                                "WORLD_SIZE", "LOCAL_", "MASTER_"}) {
       if (name.starts_with(prefix))
-        std::cout << "variable:            " << name << "=" << value << "\n";
+        std::cout << "variable:            " << text::printable(name + "=" + value) << "\n";
     }
   }
 }

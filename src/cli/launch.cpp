@@ -15,6 +15,7 @@ struct Flags {
   bool cpu = false;
   bool debug = false;
   std::string mixed_precision;
+  std::string strategy;
   int gradient_accumulation_steps = 0;
 };
 
@@ -32,6 +33,7 @@ int run(Flags& flags, const std::vector<std::string>& rest) {
   if (flags.debug) environment.set("ACCELERATE_DEBUG_MODE", "true");
   if (!flags.mixed_precision.empty())
     environment.set("ACCELERATE_MIXED_PRECISION", flags.mixed_precision);
+  if (!flags.strategy.empty()) environment.set("ACCELERATE_STRATEGY", flags.strategy);
   if (flags.gradient_accumulation_steps > 0) {
     environment.set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
                     std::to_string(flags.gradient_accumulation_steps));
@@ -69,7 +71,11 @@ void add_launch(CLI::App& app, const std::vector<std::string>& rest, int& exit_c
   command
       ->add_option("--mixed-precision,--mixed_precision", flags->mixed_precision,
                    "Precision of the program's Accelerator, unless it sets its own")
-      ->check(CLI::IsMember({"no", "bf16", "fp16", "fp8"}));
+      ->check(CLI::IsMember({"no", "bf16", "fp16"}));
+  command
+      ->add_option("--strategy", flags->strategy,
+                   "How modules are spread over the processes, unless the program says so itself")
+      ->check(CLI::IsMember({"auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"}));
   command
       ->add_option("--gradient-accumulation-steps,--gradient_accumulation_steps",
                    flags->gradient_accumulation_steps,

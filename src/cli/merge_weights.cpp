@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "base/plain_text.hpp"
 #include "cli/commands.hpp"
 
 #include <algorithm>
@@ -82,6 +83,13 @@ void merge(const fs::path& checkpoint, const fs::path& out, const std::string& m
   bool any = false;
   for (const auto& [group, tensors] : manifest.groups) {
     if (group != "model" && !group.starts_with("model_")) continue;
+    // It becomes the beginning of file names.
+    if (group != "model" && !text::to_int(std::string_view(group).substr(6))) {
+      throw CheckpointError(
+          text::concat("The checkpoint ", in.string(), " has weights of a model called '", group,
+                       "', and models are called model, model_1 and so on."),
+          in.string());
+    }
     any = true;
     std::vector<bool> needed(manifest.files.size(), false);
     std::vector<st::TensorInfo> infos;
@@ -104,7 +112,8 @@ void merge(const fs::path& checkpoint, const fs::path& out, const std::string& m
                          [&](const fs::path& path, const std::vector<st::TensorInfo>& shard) {
                            write_shard(path, shard, metadata, manifest, group, reader);
                          });
-    for (const std::string& file : files) std::cout << "wrote " << (out / file).string() << "\n";
+    for (const std::string& file : files)
+      std::cout << "wrote " << text::printable((out / file).string()) << "\n";
   }
   if (!any) {
     throw CheckpointError("The checkpoint " + in.string() + " has no model in it.", in.string());

@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "base/plain_text.hpp"
 #include "cli/commands.hpp"
 
 #include <algorithm>
@@ -22,17 +23,21 @@ using Row = std::vector<std::string>;
 
 std::string size(double bytes) { return text::format_bytes(static_cast<std::int64_t>(bytes)); }
 
+// Control characters in names do not reach the terminal, in JSON's own way.
+std::string terminal_json(const Json& value) { return value.dump(2, ' ', /*ensure_ascii=*/true); }
+
 void print_table(const std::vector<Row>& rows) {
   std::vector<std::size_t> widths;
   for (const Row& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
-    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+    for (std::size_t i = 0; i < row.size(); ++i)
+      widths[i] = std::max(widths[i], text::printable(row[i]).size());
   }
   for (const Row& row : rows) {
     for (std::size_t i = 0; i < row.size(); ++i) {
       // Names to the left, numbers to the right.
       std::cout << (i == 0 ? "" : "  ") << (i == 0 ? std::left : std::right)
-                << std::setw(static_cast<int>(widths[i])) << row[i];
+                << std::setw(static_cast<int>(widths[i])) << text::printable(row[i]);
     }
     std::cout << "\n";
   }
@@ -62,10 +67,10 @@ void estimate(const EstimateFlags& flags) {
       for (const auto& [processes, bytes] : row.per_process)
         strategy[std::to_string(processes)] = bytes;
     }
-    std::cout << out.dump(2) << "\n";
+    std::cout << terminal_json(out) << "\n";
     return;
   }
-  std::cout << flags.path << ": " << result.elements << " elements\n\n";
+  std::cout << text::printable(flags.path) << ": " << result.elements << " elements\n\n";
   std::vector<Row> rows{{"dtype", "largest layer", "total", "training with Adam"}};
   for (const DtypeEstimate& row : result.dtypes) {
     rows.push_back({row.dtype, size(row.largest_layer), size(row.total),
@@ -111,13 +116,14 @@ void inspect(const std::string& path, bool json) {
   }
   const auto tied = find_tied_parameters(tree);
   if (json) {
-    std::cout << Json{{"path", path}, {"tensors", tensors}, {"tied", tied}, {"total_bytes", total}}
-                     .dump(2)
+    std::cout << terminal_json(
+                     {{"path", path}, {"tensors", tensors}, {"tied", tied}, {"total_bytes", total}})
               << "\n";
     return;
   }
   print_table(rows);
-  for (const auto& group : tied) std::cout << "tied: " << text::join(group, ", ", 1000) << "\n";
+  for (const auto& group : tied)
+    std::cout << "tied: " << text::printable(text::join(group, ", ", 1000)) << "\n";
   std::cout << tree.unique_tensors().size() << " tensors, " << size(static_cast<double>(total))
             << "\n";
 }

@@ -3,7 +3,7 @@
 #include <accelerate/data/loader_core.hpp>
 #include <accelerate/data/sampler.hpp>
 
-#include <nlohmann/json.hpp>
+#include "base/parse_json.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -306,7 +306,7 @@ void LoaderCore::compare_first_batch(const std::string& signature, const std::st
   const std::vector<std::string> all = context_.group.all_gather_bytes(own.dump());
   if (!error.empty()) return;  // the caller throws its own
   std::vector<Json> read;
-  for (const auto& bytes : all) read.push_back(Json::parse(bytes));
+  for (const auto& bytes : all) read.push_back(parse_json(bytes));
   for (std::size_t rank = 0; rank < read.size(); ++rank) {
     if (const auto text = read[rank]["error"].get<std::string>(); !text.empty()) {
       throw DataError(concat("Process ", rank, " could not read the first batch of the loader '",

@@ -1,13 +1,11 @@
 #include <accelerate/base/error.hpp>
-#include <accelerate/base/json.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/device_map/device_map.hpp>
+#include <accelerate/io/file.hpp>
 
-#include <nlohmann/json.hpp>
+#include "base/parse_json.hpp"
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 #include <limits>
 #include <ostream>
 #include <set>
@@ -44,21 +42,12 @@ std::ostream& operator<<(std::ostream& out, const Place& place) { return out << 
 
 DeviceMap parse_device_map(std::string_view json) {
   DeviceMap map;
-  // A repeated key would be lost in the parsed object, so keys are looked at while it is parsed.
-  std::set<std::string> keys;
-  const auto refuse_repeated = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::key && depth == 1 &&
-        !keys.insert(parsed.get<std::string>()).second) {
-      throw ConfigError(
-          text::concat("The device map has the key '", parsed.get<std::string>(), "' twice."));
-    }
-    return true;
-  };
   Json parsed;
   try {
-    parsed = Json::parse(json, refuse_repeated);
-  } catch (const Json::exception&) {
-    std::throw_with_nested(ConfigError("The device map is not JSON."));
+    parsed = parse_json(json);
+  } catch (const DataError& error) {
+    std::throw_with_nested(
+        ConfigError(text::concat("The device map cannot be read. ", error.what())));
   }
   if (!parsed.is_object())
     throw ConfigError(
@@ -75,13 +64,15 @@ DeviceMap parse_device_map(std::string_view json) {
 }
 
 DeviceMap read_device_map(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  if (!in || std::filesystem::is_directory(file)) {
-    throw ConfigError(text::concat("The device map ", file,
-                                   " cannot be read. A device map is \"auto\", \"balanced\", "
-                                   "\"balanced_low_0\", \"sequential\", or a JSON file."));
+  std::string json;
+  try {
+    json = io::read_file(file);
+  } catch (const CheckpointError&) {
+    std::throw_with_nested(
+        ConfigError(text::concat("The device map ", file,
+                                 " cannot be read. A device map is \"auto\", \"balanced\", "
+                                 "\"balanced_low_0\", \"sequential\", or a JSON file.")));
   }
-  const std::string json{std::istreambuf_iterator<char>(in), {}};
   try {
     return parse_device_map(json);
   } catch (const ConfigError&) {

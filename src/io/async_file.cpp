@@ -1,4 +1,6 @@
 #include "io/async_engine.hpp"
+#include "io/file_kind.hpp"
+#include "io/large_files.hpp"
 
 #include <accelerate/base/environment.hpp>
 #include <accelerate/base/error.hpp>
@@ -207,6 +209,10 @@ AsyncFile AsyncFile::open(const std::filesystem::path& path, bool writable,
                           const AsyncFileOptions& options) {
   bool direct = options.direct();
   const std::string name = path.string();
+  if (const char* other = other_than_file(path)) {
+    throw FileError(text::concat(name, " is ", other, ", and a file was expected."), name, EINVAL);
+  }
+  if (writable) signal_of_large_files_is_an_error();
   Descriptor descriptor = open_maybe_direct(direct, name, [&](int flags) {
     return ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | flags);
   });
@@ -223,6 +229,7 @@ AsyncFile AsyncFile::open(const std::filesystem::path& path, bool writable,
 AsyncFile AsyncFile::scratch(const std::filesystem::path& folder, std::uint64_t bytes,
                              const AsyncFileOptions& options) {
   const std::string name = "The scratch file in " + folder.string();
+  signal_of_large_files_is_an_error();
   std::error_code failed;
   std::filesystem::create_directories(folder, failed);
   const auto refuse = [&](const std::string& what, int code) {

@@ -13,7 +13,9 @@
 #include <cstdio>
 #include <utility>
 
+#include "io/file_kind.hpp"
 #include "io/file_stamp.hpp"
+#include "io/large_files.hpp"
 #include "io/system_error.hpp"
 
 namespace accelerate::io {
@@ -49,8 +51,12 @@ constexpr std::size_t kMostAtOnce = std::size_t{16} << 20;
                          : text::format_bytes(static_cast<std::int64_t>(space.available)),
                  " free. Make room or save elsewhere");
   }
-  throw_system(error, path, "Could not write ", bytes, " bytes to ", path.string());
+  throw_system(
+      error, path, "Could not write ", bytes, " bytes to ", path.string(),
+      error == EFBIG ? ", beyond the largest size of a file that is allowed (ulimit -f)" : "");
 }
+
+extern "C" void ignore_signal(int) {}
 
 fs::path folder_of(const fs::path& path) {
   const fs::path folder = path.parent_path();
@@ -58,6 +64,18 @@ fs::path folder_of(const fs::path& path) {
 }
 
 }  // namespace
+
+void signal_of_large_files_is_an_error() {
+  static const bool done = [] {
+    struct sigaction now {};
+    if (::sigaction(SIGXFSZ, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return true;
+    // A handler, as programs that are started would inherit that it is ignored.
+    now.sa_handler = ignore_signal;
+    now.sa_flags = SA_RESTART;
+    return ::sigaction(SIGXFSZ, &now, nullptr) == 0;
+  }();
+  static_cast<void>(done);
+}
 
 void faults::set_hook(Hook hook) noexcept { fault_hook.store(hook, std::memory_order_release); }
 
@@ -69,18 +87,18 @@ File::File(fs::path path, int flags) : path_(std::move(path)) {
       throw_system(error, path_, "Could not make the file ", path_.string());
     }
   }
+  if (const char* other = other_than_file(path_)) {
+    if (fs::is_directory(path_))
+      throw_system(EISDIR, path_, "Could not open ", path_.string(), " as a file");
+    throw_damaged(path_, path_.string(), " is ", other, ", and a file was expected.");
+  }
+  if ((flags & O_ACCMODE) != O_RDONLY) signal_of_large_files_is_an_error();
   do {
     descriptor_ = ::open(path_.c_str(), flags | O_CLOEXEC, 0666);
   } while (descriptor_ < 0 && errno == EINTR);
   if (descriptor_ < 0) {
     throw_system(errno, path_, flags & O_CREAT ? "Could not make the file " : "Could not open ",
                  path_.string());
-  }
-  // A folder opens for reading, and only fails when it is read.
-  struct stat status {};
-  if (::fstat(descriptor_, &status) == 0 && S_ISDIR(status.st_mode)) {
-    ::close(std::exchange(descriptor_, -1));
-    throw_system(EISDIR, path_, "Could not open ", path_.string(), " as a file");
   }
 }
 

@@ -4,6 +4,8 @@
 #include <accelerate/io/mapped_file.hpp>
 
 #include "base/in_threads.hpp"
+#include "base/parse_json.hpp"
+#include "io/inside.hpp"
 #include "io/system_error.hpp"
 
 #include <algorithm>
@@ -23,13 +25,6 @@ constexpr int kVersion = 1;
 std::string first_line(std::string_view rest) {
   const auto bytes = std::as_bytes(std::span(rest.data(), rest.size()));
   return text::concat("{\"checksum\":\"", checksum_text(checksum(bytes)), "\",\n");
-}
-
-// A name that stays inside its folder.
-bool is_plain_name(const std::string& name) {
-  const fs::path path(name);
-  return !name.empty() && path.is_relative() && name.find('\0') == std::string::npos &&
-         std::find(path.begin(), path.end(), "..") == path.end();
 }
 
 std::size_t blocks_of(std::uint64_t bytes) {
@@ -89,7 +84,7 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
   }
   Manifest manifest;
   try {
-    const Json all = Json::parse(contents);
+    const Json all = parse_json(contents);
     if (all.at("format") != kFormat) refuse("is not a list of an accelerate-cpp checkpoint.");
     if (all.at("version") != kVersion) {
       refuse(text::concat("has version ", all.at("version").dump(), ", and this library reads ",
@@ -104,7 +99,7 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
       file.name = entry.at("name").get<std::string>();
       file.bytes = entry.at("bytes").get<std::uint64_t>();
       const auto& sums = entry.at("checksums").get_ref<const std::string&>();
-      if (!is_plain_name(file.name))
+      if (!stays_inside(file.name))
         refuse(text::concat("names the file '", file.name, "', which is not in its folder."));
       for (std::size_t at = 0; at + 16 <= sums.size(); at += 16) {
         const auto sum = parse_checksum(std::string_view(sums).substr(at, 16));
@@ -133,6 +128,8 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
       }
     }
     manifest.aliases = all.at("aliases").get<decltype(manifest.aliases)>();
+  } catch (const DataError& error) {
+    refuse(text::concat("cannot be read. ", error.what()));
   } catch (const Json::exception& error) {
     std::throw_with_nested(CheckpointError(
         text::concat(path.string(), " is not what a list of a checkpoint looks like."),
@@ -170,6 +167,10 @@ void Manifest::check(const fs::path& path) {
       for (std::size_t i = 0; i < order.size(); ++i) {
         if (order.size() != tensor.shape.size() || order[i] != static_cast<std::int64_t>(i))
           refuse("the order of the dimensions of '", name, "' in ", group, " is not one.");
+      }
+      if (!order.empty() && safetensors::bits(tensor.dtype) % 8 != 0) {
+        refuse("'", name, "' in ", group, " has dimensions in another order, and elements of ",
+               safetensors::bits(tensor.dtype), " bits, which cannot be told apart.");
       }
       auto& pieces = tensor.pieces;
       std::sort(pieces.begin(), pieces.end(),

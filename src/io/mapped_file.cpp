@@ -1,6 +1,5 @@
 #include <accelerate/io/mapped_file.hpp>
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,17 +15,19 @@ namespace accelerate::io {
 
 namespace fs = std::filesystem;
 
+namespace {
+
+void check_length(const fs::path& path, std::uint64_t mapped, std::uint64_t now) {
+  if (now >= mapped) return;
+  throw_damaged(path, path.string(), " had ", mapped,
+                " bytes when it was mapped into memory and has ", now, " now. It was cut short.");
+}
+
+}  // namespace
+
 MappedFile::MappedFile(const fs::path& path, Advice advice, Access access)
     : path_(fs::absolute(path)) {
-  const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) throw_system(errno, path_, "Could not open ", path.string());
-  try {
-    map(descriptor, access);
-  } catch (...) {
-    ::close(descriptor);
-    throw;
-  }
-  ::close(descriptor);
+  map(File::open(path).descriptor(), access);
   if (advice != Advice::kNormal) advise(advice);
 }
 
@@ -39,8 +40,6 @@ void MappedFile::map(int descriptor, Access access) {
   struct stat status {};
   if (::fstat(descriptor, &status) != 0) {
     error = errno;
-  } else if (!S_ISREG(status.st_mode)) {
-    error = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
   } else if (status.st_size > 0) {  // an empty file cannot be mapped, and needs not be
     size_ = static_cast<std::size_t>(status.st_size);
     const bool writable = access == Access::kCopyOnWrite;
@@ -65,6 +64,11 @@ std::span<const std::byte> MappedFile::slice(std::uint64_t offset, std::uint64_t
   if (offset > size_ || bytes > size_ - offset) {
     throw_damaged(path_, path_.string(), " has ", size_, " bytes, and ", bytes, " bytes from byte ",
                   offset, " on were asked for.");
+  }
+  struct stat status {};
+  if (::stat(path_.c_str(), &status) == 0 && status.st_ino == stamp_.inode &&
+      status.st_dev == stamp_.device) {
+    check_length(path_, size_, static_cast<std::uint64_t>(status.st_size));
   }
   return {data_ + offset, bytes};
 }
@@ -128,11 +132,7 @@ void MappedFile::check() const {
     throw_damaged(path_, path_.string(),
                   " was replaced by another file since it was mapped into memory. Open it again.");
   }
-  if (static_cast<std::uint64_t>(status.st_size) < size_) {
-    throw_damaged(path_, path_.string(), " had ", size_,
-                  " bytes when it was mapped into memory and has ", status.st_size,
-                  " now. It was cut short.");
-  }
+  check_length(path_, size_, static_cast<std::uint64_t>(status.st_size));
 }
 
 }  // namespace accelerate::io

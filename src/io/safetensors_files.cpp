@@ -3,12 +3,12 @@
 #include <accelerate/io/manifest.hpp>
 #include <accelerate/io/safetensors.hpp>
 
-#include <nlohmann/json.hpp>
-
 #include <algorithm>
 #include <cstdio>
 #include <set>
 
+#include "base/parse_json.hpp"
+#include "io/inside.hpp"
 #include "io/system_error.hpp"
 
 namespace accelerate::io::safetensors {
@@ -56,33 +56,18 @@ void Writer::finish() {
 
 namespace {
 
-// A JSON value, without what nlohmann would let pass: a key that comes twice.
-nlohmann::json parse_strictly(const std::string& text, const fs::path& path) {
-  std::vector<std::set<std::string>> open;
-  const auto watch = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
-    using Event = nlohmann::json::parse_event_t;
-    if (event == Event::object_start) {
-      if (open.size() == 64)
-        throw_damaged(path, path.string(), " has objects within objects, 64 deep.");
-      open.emplace_back();
-    }
-    if (event == Event::object_end) open.pop_back();
-    if (event == Event::key && !open.back().insert(parsed.get<std::string>()).second) {
-      throw_damaged(path, path.string(), " has the key '", parsed.get<std::string>(), "' twice.");
-    }
-    return true;
-  };
+Json parse_index(const fs::path& path) {
   try {
-    return nlohmann::json::parse(text, watch);
-  } catch (const nlohmann::json::exception& error) {
-    throw_damaged(path, path.string(), " is not JSON in UTF-8: ", error.what());
+    return parse_json(read_file(path, 100'000'000));
+  } catch (const DataError& error) {
+    throw_damaged(path, "The index ", path.string(), " cannot be read. ", error.what());
   }
 }
 
 }  // namespace
 
 Index Index::read(const fs::path& path) {
-  const nlohmann::json json = parse_strictly(read_file(path, 100'000'000), path);
+  const Json json = parse_index(path);
   if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object()) {
     throw_damaged(path, path.string(),
                   " has no object 'weight_map', which says in which file each tensor is.");
@@ -91,10 +76,7 @@ Index Index::read(const fs::path& path) {
   for (const auto& [name, file] : json["weight_map"].items()) {
     if (!file.is_string())
       throw_damaged(path, path.string(), " names no file for the tensor '", name, "'.");
-    const fs::path relative(file.get<std::string>());
-    bool outside = relative.empty() || relative.is_absolute();
-    for (const fs::path& part : relative) outside |= part == "..";
-    if (outside || file.get_ref<const std::string&>().find('\0') != std::string::npos) {
+    if (!stays_inside(file.get<std::string>())) {
       throw_damaged(path, path.string(), " says that the tensor '", name, "' is in '",
                     file.get<std::string>(), "', which is not a file in its folder.");
     }

@@ -1,5 +1,3 @@
-#include <nlohmann/json.hpp>
-
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -9,6 +7,7 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/io/safetensors.hpp>
 
+#include "base/parse_json.hpp"
 #include "io/system_error.hpp"
 
 namespace accelerate::io::safetensors {
@@ -69,7 +68,7 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
 // Reads the header as it is parsed. The format allows one structure only, so a state for each place
 // in it is enough, and nothing is built of a header that is something else. Duplicate keys, which a
 // JSON value would hide, are seen.
-class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
+class HeaderHandler final : public nlohmann::json_sax<Json> {
  public:
   explicit HeaderHandler(const fs::path& path) : path_(path) {}
 
@@ -331,7 +330,12 @@ Header Header::parse(std::string_view json, std::uint64_t data_bytes, const fs::
     throw_damaged(path, path.string(), " is not a safetensors file: ", why..., ".");
   };
   HeaderHandler handler(path);
-  nlohmann::json::sax_parse(json.begin(), json.end(), &handler);
+  if (json.starts_with("\xef\xbb\xbf")) refuse("its header begins with a byte-order mark");
+  try {
+    scan_json(json, handler);
+  } catch (const DataError& error) {
+    throw_damaged(path, path.string(), " is not a safetensors file: ", error.what());
+  }
 
   Header header;
   header.tensors_ = std::move(handler.tensors);

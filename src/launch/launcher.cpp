@@ -331,6 +331,7 @@ int available_cores() {
   // A container's quota, in microseconds of processor time for each period: "200000 100000", or
   // "max 100000".
   std::ifstream quota("/sys/fs/cgroup/cpu.max");
+  quota.imbue(std::locale::classic());
   double time = 0;
   double period = 0;
   if (quota >> time >> period && period > 0)

@@ -1,11 +1,13 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/io/file.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
+
+#include "base/parse_json.hpp"
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <initializer_list>
 #include <set>
 #include <type_traits>
@@ -417,14 +419,12 @@ DeepSpeedConfig DeepSpeedConfig::read(const Json& json, const DeepSpeedContext& 
 
 DeepSpeedConfig DeepSpeedConfig::read_file(const std::filesystem::path& path,
                                            const DeepSpeedContext& context) {
-  std::ifstream file(path);
-  if (!file) throw ConfigError("DeepSpeed's configuration " + path.string() + " cannot be read.");
   Json json;
   try {
-    json = Json::parse(file, nullptr, /*allow_exceptions=*/true, /*ignore_comments=*/true);
-  } catch (const Json::exception& error) {
+    json = parse_json(io::read_file(path), JsonComments::ignore);
+  } catch (const Error& error) {
     std::throw_with_nested(ConfigError("DeepSpeed's configuration " + path.string() +
-                                       " is no JSON: " + error.what() + "."));
+                                       " cannot be read. " + error.what()));
   }
   try {
     return read(json, context);

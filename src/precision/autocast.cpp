@@ -26,7 +26,7 @@ MixedPrecision mixed_precision_from_string(std::string_view name) {
     if (name == to_string(precision)) return precision;
   }
   throw ConfigError(
-      text::concat("There is no mixed precision \"", name, "\". Use no, fp16, bf16 or fp8."));
+      text::concat("There is no mixed precision \"", name, "\". Use no, fp16 or bf16."));
 }
 
 at::ScalarType compute_dtype(MixedPrecision precision) {

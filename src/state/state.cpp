@@ -4,6 +4,8 @@
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 
+#include "base/log_level.hpp"
+
 #include <ATen/DeviceAccelerator.h>
 
 #include <mutex>
@@ -71,6 +73,9 @@ State::State(const StateOptions& options, const Environment& environment)
     : options_(options),
       topology_(detect_topology(environment)),
       device_(choose_device(options, topology_.local_rank)) {
+  // Read far from here and perhaps late: what cannot be is said now.
+  log::level_from_environment();
+  environment.get_bool("ACCELERATE_IO_URING");
   log::set_process(topology_.rank, topology_.world_size, topology_.local_rank);
   if (!device_.is_cpu()) at::accelerator::setDeviceIndex(device_.index());
   // One process has a world too, if only to learn that the backend it asks for cannot be.

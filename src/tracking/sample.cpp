@@ -1,12 +1,13 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/io/file.hpp>
 #include <tracking/sample.hpp>
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
+#include <exception>
 #include <fstream>
 
 namespace accelerate::tracking {
@@ -22,6 +23,7 @@ void Sample::merge(const Sample& next) {
 
 std::int64_t resident_bytes() {
   std::ifstream file("/proc/self/statm");
+  file.imbue(std::locale::classic());
   std::int64_t size = 0;
   std::int64_t resident = 0;
   if (!(file >> size >> resident)) {
@@ -34,6 +36,7 @@ std::int64_t resident_bytes() {
 
 std::int64_t proportional_bytes() {
   std::ifstream file("/proc/self/smaps_rollup");
+  file.imbue(std::locale::classic());
   std::string word;
   while (file >> word) {
     std::int64_t kilobytes = 0;
@@ -55,18 +58,12 @@ std::optional<DeviceBytes> read_device(const std::optional<at::Device>& device) 
 }
 
 void write_file(const std::string& path, const std::string& contents) {
-  const std::string beside = text::concat(path, ".", getpid(), ".tmp");
-  std::error_code error;
-  {
-    std::ofstream out(beside, std::ios::binary);
-    out << contents;
-    out.close();
-    if (out) std::filesystem::rename(beside, path, error);
-    if (out && !error) return;
+  try {
+    io::write_file(path, contents);
+  } catch (const CheckpointError&) {
+    std::throw_with_nested(ConfigError(text::concat(
+        "The file ", path, " cannot be written. Check that its folder exists and has space.")));
   }
-  std::filesystem::remove(beside, error);
-  throw ConfigError(text::concat(
-      "The file ", path, " cannot be written. Check that its folder exists and has space."));
 }
 
 }  // namespace accelerate::tracking

@@ -52,6 +52,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # A bare abort() may be a method: c10d's backends have one.
 ENDS_PROCESS = re.compile(
     r"(?:std::|(?<!\w)::)(?:exit|abort|_Exit|quick_exit|terminate)\s*\(|(?<![\w.>:~])(?:exit|_Exit|quick_exit)\s*\(")
+# Text that a stranger may have written goes through parse_json.hpp, which bounds its depth and the time it takes.
+PARSES_JSON = re.compile(r"\b(?:[Jj]son|basic_json|parser)::(?:parse|sax_parse|accept)\s*\(|\"_json\b")
+MAY_PARSE_JSON = "src/base/parse_json.cpp"
 
 
 def closure(room):
@@ -134,6 +137,9 @@ def check_text(path, root):
         code = line.split("//")[0]
         if in_library and (found := ENDS_PROCESS.search(code)):
             yield f"{where}:{number}: {found.group().strip()}) ends the user's process; throw an error"
+        in_source = path.is_relative_to(root / "src") or path.is_relative_to(root / "include")
+        if in_source and where.as_posix() != MAY_PARSE_JSON and PARSES_JSON.search(code):
+            yield f"{where}:{number}: read JSON with parse_json() of base/parse_json.hpp, which no file can bring down"
 
 
 def sources(root, *folders):

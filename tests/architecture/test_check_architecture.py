@@ -55,6 +55,12 @@ class Check(unittest.TestCase):
         for call in ("exit(1);", "std::abort();", "std::terminate();", "::abort();", "_Exit(2);"):
             self.assert_found("src/core/a.cpp", f"void f() {{ {call} }}\n", "ends the user's process")
 
+    def test_refuses_to_parse_json_in_other_places(self):
+        for call in ("Json::parse(text)", "nlohmann::json::sax_parse(a, b)", "Json::accept (text)", 'R"({})"_json'):
+            self.assert_found("src/core/a.cpp", f"void f() {{ use({call}); }}\n", "parse_json()")
+            self.assert_found("include/accelerate/core/a.hpp", f"inline void f() {{ use({call}); }}\n", "parse_json()")
+        self.assertIn("0 problems", self.problems({"src/base/parse_json.cpp": "void f() { Json::parse(text); }\n"}))
+
     def test_refuses_files_that_grew_too_long(self):
         self.assert_found("src/core/a.cpp", "\n" * 801, "801 lines")
 

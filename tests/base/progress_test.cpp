@@ -3,8 +3,11 @@
 #include <accelerate/base/text.hpp>
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <sstream>
 #include <thread>
 
@@ -101,6 +104,33 @@ TEST(Progress, SaysNothingOfWhatIsDoneBeforeTheDelay) {
     bar.advance();
   }
   EXPECT_EQ(lines(out).size(), 2u) << out.str();
+}
+
+TEST(Progress, ASignalThatEndsTheProcessLeavesTheCursorOnANewLine) {
+  for (const int number : {SIGINT, SIGTERM}) {
+    int ends[2];
+    ASSERT_EQ(::pipe(ends), 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::dup2(ends[1], STDERR_FILENO);
+      ::close(ends[1]);
+      ::signal(number, SIG_DFL);
+      Progress bar(ProgressOptions(4).terminal(true).interval(0.0).enabled(true));
+      bar.advance();
+      ::raise(number);
+      ::_exit(0);
+    }
+    ::close(ends[1]);
+    std::string written;
+    char buffer[512];
+    for (ssize_t n; (n = ::read(ends[0], buffer, sizeof buffer)) > 0;)
+      written.append(buffer, static_cast<std::size_t>(n));
+    ::close(ends[0]);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == number) << status;
+    EXPECT_TRUE(written.ends_with("batches/s\n")) << written;
+  }
 }
 
 TEST(Progress, IsSilentOffTheMainProcessUnlessTold) {

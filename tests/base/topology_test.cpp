@@ -1,8 +1,13 @@
 #include <accelerate/base/topology.hpp>
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 
 #include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "base/log_level.hpp"
 
 namespace accelerate {
 namespace {
@@ -171,6 +176,29 @@ TEST(Topology, SlurmHostLists) {
   EXPECT_EQ(first_slurm_host("gpu[1-2].cluster,b"), "gpu1.cluster");
   EXPECT_EQ(first_slurm_host(""), "");
   EXPECT_THROW(first_slurm_host("gpu[1-2"), ConfigError);
+}
+
+TEST(Topology, ANumberOfProcessesThatCannotBeIsRefusedAtOnce) {
+  auto many = torchrun();
+  many.set("WORLD_SIZE", "2000000000");
+  EXPECT_SAYS(many, "WORLD_SIZE is 2000000000, and at most 1000000");
+}
+
+TEST(LogLevel, AnUnknownNameIsAnError) {
+  const auto message = [](const char* name) {
+    ::setenv("ACCELERATE_LOG_LEVEL", name, 1);
+    std::string said = "no error";
+    try {
+      log::level_from_environment();
+    } catch (const ConfigError& error) {
+      said = error.what();
+    }
+    ::unsetenv("ACCELERATE_LOG_LEVEL");
+    return said;
+  };
+  EXPECT_NE(message("verbose").find("\"verbose\", and debug, info,"), std::string::npos);
+  for (const char* name : {"debug", "INFO", "Warning", "warn", "error", "critical", "off"})
+    EXPECT_EQ(message(name), "no error");
 }
 
 TEST(Topology, RendezvousByFile) {

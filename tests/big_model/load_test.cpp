@@ -295,10 +295,15 @@ TEST_F(Load, DamagedOffloadFoldersAreRefused) {
   for (const auto& [index, said] :
        {std::pair{R"({"0.weight": {"dtype": "float32", "shape": [4294967296, 4294967296]}})",
                   "more elements than can be counted"},
-        std::pair{R"({"../0.weight": {"dtype": "float32", "shape": [1]}})", "'../0.weight'"}}) {
+        std::pair{R"({"../0.weight": {"dtype": "float32", "shape": [1]}})", "'../0.weight'"},
+        std::pair{R"({"w": {"safetensors_file": "../other.safetensors"}})", "not a file in its"},
+        std::pair{R"({"w": {"safetensors_file": "/etc/passwd"}})", "not a file in its folder"},
+        std::pair{R"({"w": {"safetensors_file": 3}})", "dtype and shape of 'w'"}}) {
     io::write_file(damaged / "index.json", index);
     expect_refusal<CheckpointError>(said, [&] { WeightStore::open(damaged); });
   }
+  io::write_file(damaged / "index.json", std::string(50'000, '['));
+  expect_refusal<CheckpointError>("200 deep", [&] { WeightStore::open(damaged); });
   io::write_file(damaged / "index.json", R"({"0.weight": {"shape": [1]}})");
   expect_refusal<CheckpointError>("0.weight", [&] { WeightStore::open(damaged); });
 }

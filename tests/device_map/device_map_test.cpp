@@ -277,6 +277,7 @@ TEST(DeviceMap, WhatIsWrongIsNamed) {
   contains(refusal([] { parse_device_map(R"({"a": 1, "a": 0})"); }), "twice");
   contains(refusal([] { parse_device_map("[1]"); }), "object");
   contains(refusal([] { parse_device_map("{"); }), "not JSON");
+  contains(refusal([] { parse_device_map(std::string(50'000, '[')); }), "200 deep");
   contains(refusal([] { read_device_map("there-is-no-such-file.json"); }), "there-is-no-such-file");
   contains(refusal([] { parse_max_memory("cpu=100"); }), "unit");
   contains(refusal([] { parse_max_memory("cpu"); }), "PLACE=SIZE");

@@ -4,12 +4,15 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/device_map/estimate.hpp>
+#include <accelerate/io/checksum.hpp>
 #include <accelerate/io/file.hpp>
+#include <accelerate/io/manifest.hpp>
 #include <accelerate/io/safetensors.hpp>
 
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <span>
 
 namespace accelerate {
 namespace {
@@ -73,6 +76,40 @@ TEST_F(Estimate, FollowsTheOriginalsArithmetic) {
     EXPECT_DOUBLE_EQ(strategy.per_process[0].second, 4 * total) << strategy.strategy;
 }
 
+// A checkpoint with one file, as a stranger would make it.
+void write_checkpoint(const fs::path& in, const std::string& group, io::SavedTensor tensor) {
+  fs::create_directories(in);
+  const std::string data(4, 'x');
+  io::write_file(in / "data", data);
+  io::Manifest manifest;
+  manifest.files = {{"data", 4, {io::checksum(std::as_bytes(std::span(data)))}}};
+  manifest.groups[group]["w"] = std::move(tensor);
+  io::write_file(in / io::Manifest::kFileName, manifest.text());
+}
+
+TEST_F(Estimate, MergingWeightsOfAStrangersCheckpoint) {
+  const fs::path in = folder.path() / "in", out = folder.path() / "a" / "out";
+  const std::string merge = "merge-weights " + in.string() + " " + out.string();
+  fs::create_directories(folder.path() / "a");
+  // The group's name would lead out of the folder.
+  write_checkpoint(in, "model_/../../escaped", {Dtype::kF32, {1}, {}, {{0, 0, 1, 0}}});
+  const Ran escaped = run(merge);
+  EXPECT_EQ(escaped.status, 1) << escaped.output;
+  EXPECT_NE(escaped.output.find("models are called model, model_1"), std::string::npos)
+      << escaped.output;
+  EXPECT_FALSE(fs::exists(folder.path() / "a" / "escaped.safetensors"));
+  EXPECT_FALSE(fs::exists(folder.path() / "escaped.safetensors"));
+  // Rows of elements of four bits were put in order for ever.
+  write_checkpoint(in, "model", {Dtype::kF4, {2, 4}, {1, 0}, {{0, 0, 8, 0}}});
+  const Ran endless = run(merge);
+  EXPECT_EQ(endless.status, 1) << endless.output;
+  EXPECT_NE(endless.output.find("elements of 4 bits"), std::string::npos) << endless.output;
+  write_checkpoint(in, "model_1", {Dtype::kF32, {1}, {}, {{0, 0, 1, 0}}});
+  const Ran good = run(merge);
+  EXPECT_EQ(good.status, 0) << good.output;
+  EXPECT_TRUE(fs::exists(out / "model_1.safetensors"));
+}
+
 TEST_F(Estimate, Commands) {
   const Ran json = run("estimate-memory --json " + folder.path().string());
   ASSERT_EQ(json.status, 0) << json.output;
@@ -92,6 +129,15 @@ TEST_F(Estimate, Commands) {
   const Json listed = Json::parse(run("inspect --json " + folder.path().string()).output);
   EXPECT_EQ(listed["total_bytes"], 2000 + 500 + 40 + 8);
   EXPECT_EQ(listed["tensors"].size(), 5u);
+
+  // A name that would clear the screen and set the window's title.
+  write(folder.path() / "odd.safetensors", {{"\x1b[2J\x1b]0;x\x07", Dtype::kF16, {2}}});
+  for (const char* arguments : {"inspect ", "inspect --json ", "estimate-memory "}) {
+    const Ran odd = run(arguments + folder.path().string() + "/odd.safetensors");
+    EXPECT_EQ(odd.status, 0) << odd.output;
+    EXPECT_EQ(odd.output.find('\x1b'), std::string::npos) << odd.output;
+    EXPECT_EQ(odd.output.find('\x07'), std::string::npos) << odd.output;
+  }
 
   const Ran missing = run("inspect " + folder.path().string() + "/nothing");
   EXPECT_NE(missing.status, 0);

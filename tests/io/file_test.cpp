@@ -1,4 +1,5 @@
 #include <accelerate/base/error.hpp>
+#include <accelerate/io/async_file.hpp>
 #include <accelerate/io/checksum.hpp>
 #include <accelerate/io/file.hpp>
 #include <accelerate/io/manifest.hpp>
@@ -7,6 +8,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -113,6 +115,43 @@ TEST(File, SaysWhatIsWrongWithAPath) {
                  std::system_error);           // the system's own error is kept
     EXPECT_EQ(describe(error), error.what());  // which says the same
   }
+}
+
+TEST(File, WhatIsNoFileIsNotWaitedFor) {
+  const TemporaryFolder folder;
+  const fs::path pipe = folder.path() / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  expect_mentions(failure([&] { File::open(pipe); }).first, {"pipe is a named pipe", "a file was"});
+  expect_mentions(failure([&] { File::create(pipe); }).first, {"is a named pipe"});
+  expect_mentions(failure([&] { read_file(pipe); }).first, {"is a named pipe"});
+  expect_mentions(failure([&] { MappedFile{pipe}; }).first, {"is a named pipe"});
+  expect_mentions(failure([&] { safetensors::Header::read(pipe); }).first, {"is a named pipe"});
+  expect_mentions(failure([&] { read_file("/dev/zero"); }).first, {"is a device"});
+  EXPECT_THROW(AsyncFile::open(pipe, false), FileError);
+}
+
+TEST(File, AWriteBeyondTheLimitIsAnErrorAndNotTheEnd) {
+  const TemporaryFolder folder;
+  write_file(folder.path() / "file", "old");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const rlimit limit{4096, 4096};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    int failures = 0;
+    const auto fails = [&](auto&& act) {
+      try {
+        act();
+      } catch (const CheckpointError& error) {
+        failures += std::string_view(error.what()).find("ulimit -f") != std::string_view::npos;
+      }
+    };
+    fails([&] { write_file(folder.path() / "file", std::string(100'000, 'x')); });
+    fails([&] { File::create(folder.path() / "other").preallocate(100'000); });
+    ::_exit(failures == 2 && read_file(folder.path() / "file") == "old" ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
 }
 
 // ---------------------------------------------------------------------------------------- faults
@@ -291,6 +330,7 @@ TEST(MappedFile, ReadsSlicesAndNoticesWhatHappenedToTheFile) {
   map.check();
   fs::resize_file(path, 10);
   EXPECT_FALSE(map.map_cached(0, text.size()));
+  expect_mentions(failure([&] { map.slice(0, 10); }).first, {path.string(), "100000", "cut short"});
   expect_mentions(failure([&] { map.check(); }).first, {path.string(), "100000", "cut short"});
   write_file(path, text);
   expect_mentions(failure([&] { map.check(); }).first, {path.string(), "replaced"});
@@ -466,6 +506,28 @@ TEST(VerifyBlocks, ReadsTheBlocksItIsGivenAndNamesADamagedOne) {
     text[at] = static_cast<char>(text[at] ^ 1);
     write_file(path, text);
   }
+}
+
+TEST(Manifest, RefusesElementsThatCannotBeToldApart) {
+  Manifest manifest;
+  manifest.files = {{"data", 2, {0}}};
+  SavedTensor tensor{safetensors::Dtype::kF4, {2, 2}, {1, 0}, {{0, 0, 4, 0}}};
+  manifest.groups["model"]["w"] = tensor;
+  expect_mentions(failure([&] { manifest.check("manifest.json"); }).first, {"'w'", "4 bits"});
+  manifest.groups["model"]["w"].order.clear();
+  manifest.check("manifest.json");
+}
+
+TEST(Manifest, DeepJsonIsAnError) {
+  Manifest manifest;
+  manifest.about["deep"] = 1;
+  std::string text = manifest.text();
+  const std::string deep = std::string(50'000, '[') + std::string(50'000, ']');
+  text.replace(text.find("\"deep\":1") + 7, 1, deep);
+  const std::string rest = text.substr(text.find('\n') + 1);
+  text = "{\"checksum\":\"" + checksum_text(checksum(as_bytes(rest))) + "\",\n" + rest;
+  expect_mentions(failure([&] { Manifest::parse(text, "manifest.json"); }).first,
+                  {"manifest.json", "200 deep"});
 }
 
 TEST(CheckedWriter, AnErrorWhileWritingComesOut) {

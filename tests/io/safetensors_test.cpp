@@ -69,6 +69,9 @@ TEST(Safetensors, HostileFilesAreRefusedWithTheReason) {
       {"no JSON", file_text("", 0), "not JSON"},
       {"half JSON", file_text("{\"a\":", 0), "not JSON"},
       {"two values", file_text("{}{}", 0), "not JSON"},
+      {"a byte-order mark", file_text("\xef\xbb\xbf{}", 0), "byte-order mark"},
+      {"a NUL after the end", file_text(std::string("{}\0", 3), 0), "is a NUL"},
+      {"a NUL and more", file_text(std::string("{}\0{\"a\":1}", 10), 0), "is a NUL"},
       {"a list", file_text("[]", 0), "an array where none belongs"},
       {"text", file_text("\"a\"", 0), "text where none belongs"},
       {"not UTF-8", file_text("{\"\xff\":{" + good + "}}", 8), "not JSON in UTF-8"},
@@ -303,6 +306,7 @@ TEST_F(CollectionTest, RefusesSetsThatDoNotFitTogether) {
       {R"([])", "no object 'weight_map'"},
       {R"({"a":"1.safetensors","a":"1.safetensors"})", "'a' twice"},
       {R"({"a":)", "not JSON"},
+      {R"({"a":)" + std::string(50'000, '[') + std::string(50'000, ']') + "}", "200 deep"},
   };
   for (const auto& [weight_map, reason] : table) {
     write_index(weight_map);

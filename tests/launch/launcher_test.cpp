@@ -285,12 +285,13 @@ TEST_F(Launcher, ProgramPassesEverythingAfterTheProgramThrough) {
 }
 
 TEST_F(Launcher, ProgramSetsTheOriginalsVariables) {
-  const Ran ran = run(kProgram +
-                      " launch --cpu --debug --mixed-precision bf16 --gradient-accumulation-steps "
-                      "4 --omp-num-threads 5 sh -c 'echo $ACCELERATE_USE_CPU "
-                      "$ACCELERATE_DEBUG_MODE $ACCELERATE_MIXED_PRECISION "
-                      "$ACCELERATE_GRADIENT_ACCUMULATION_STEPS $OMP_NUM_THREADS'");
-  EXPECT_EQ(ran.output, "true true bf16 4 5\n");
+  const Ran ran = run(
+      kProgram +
+      " launch --cpu --debug --mixed-precision bf16 --strategy zero2 --gradient-accumulation-steps "
+      "4 --omp-num-threads 5 sh -c 'echo $ACCELERATE_USE_CPU "
+      "$ACCELERATE_DEBUG_MODE $ACCELERATE_MIXED_PRECISION $ACCELERATE_STRATEGY "
+      "$ACCELERATE_GRADIENT_ACCUMULATION_STEPS $OMP_NUM_THREADS'");
+  EXPECT_EQ(ran.output, "true true bf16 zero2 4 5\n");
 }
 
 TEST_F(Launcher, ProgramReportsMistakesInUse) {
@@ -300,6 +301,8 @@ TEST_F(Launcher, ProgramReportsMistakesInUse) {
            {"launch -n x true", "x"},
            {"launch -n 0 true", "at least 1"},
            {"launch --mixed-precision fp7 true", "fp7"},
+           {"launch --mixed-precision fp8 true", "fp8"},  // the library has none
+           {"launch --strategy zero4 true", "zero4"},
            {"nonsense", "nonsense"},
            {"", "subcommand"}}) {
     const Ran ran = run(kProgram + " " + arguments);

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <accelerate/base/log.hpp>
+
+namespace accelerate::log {
+
+// What ACCELERATE_LOG_LEVEL says. Throws ConfigError for a name that is none of its levels; until
+// somebody asks, such a name counts as info.
+Level level_from_environment();
+
+}  // namespace accelerate::log
