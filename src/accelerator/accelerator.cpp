@@ -237,6 +237,36 @@ void Accelerator::backward(const at::Tensor& loss_sum, double count) {
   run_backward(loss_sum);
 }
 
+namespace {
+
+// Tells the strategies that a backward pass runs, and how it ended.
+class BackwardScope {
+ public:
+  BackwardScope() = default;
+  BackwardScope(const BackwardScope&) = delete;
+  BackwardScope& operator=(const BackwardScope&) = delete;
+  ~BackwardScope() {
+    for (; ended_ < begun_.size(); ++ended_) begun_[ended_]->strategy->backward_failed();
+  }
+  void begin(const std::shared_ptr<detail::PreparedModuleCore>& module) {
+    module->strategy->before_backward();
+    begun_.push_back(module);
+  }
+  void end() {
+    while (ended_ < begun_.size()) {
+      detail::PreparedModuleCore& module = *begun_[ended_++];
+      module.strategy->after_backward();
+      module.used_since_backward = false;
+    }
+  }
+
+ private:
+  std::vector<std::shared_ptr<detail::PreparedModuleCore>> begun_;
+  std::size_t ended_ = 0;
+};
+
+}  // namespace
+
 void Accelerator::run_backward(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
     std::string found = "an undefined tensor";
@@ -250,12 +280,10 @@ void Accelerator::run_backward(const at::Tensor& loss) {
         "mean() or sum(), and compute it from the output of a prepared module outside of "
         "NoGradGuard."));
   }
+  BackwardScope scope;
+  for (ModuleEntry& entry : modules_) scope.begin(entry.core);
   (scaler_ ? scaler_->scale(loss) : loss).backward();
-  for (ModuleEntry& entry : modules_) {
-    if (!entry.core->used_since_backward) continue;
-    entry.core->strategy->after_backward();
-    entry.core->used_since_backward = false;
-  }
+  scope.end();
 }
 
 void Accelerator::require_prepared_optimizers() const {

@@ -75,6 +75,21 @@ void Engine::finish(Entry& entry) {
   entry.state = State::resident;
 }
 
+void Engine::bring_anew(Entry& entry) {
+  // An operator of another thread still uses the memory. It sees the values change under it, as it
+  // does where an optimizer steps in place.
+  const at::Tensor buffer = residency_.start_bring(*entry.unit, entry.unit->storage().contents());
+  residency_.finish_bring(*entry.unit, buffer);
+  entry.stale = false;
+  ++statistics_.brought;
+}
+
+void Engine::outdate(Entry& entry) {
+  if (entry.unit->index() == current_) current_ = -1;
+  let_go(entry);
+  entry.stale = entry.state == State::resident;
+}
+
 void Engine::let_go(Entry& entry) {
   if (entry.state == State::arriving) finish(entry);  // its collective is under way on every rank
   if (entry.state != State::resident) return;
@@ -86,6 +101,7 @@ void Engine::empty(Entry& entry) {
   at::Tensor contents = entry.unit->storage().empty();
   if (pass_open_ && kind_ == Pass::training) residency_.leaving(*entry.unit, contents);
   entry.state = State::absent;
+  entry.stale = false;
   if (entry.stay == Stay::always) {
     entry.buffer = std::move(contents);
   } else {
@@ -159,6 +175,7 @@ void Engine::demand(TaggedStorage& storage) {
     if (ahead.state == State::absent) start(ahead, /*ahead=*/true);
   }
   if (entry.state == State::arriving) finish(entry);
+  if (entry.stale) bring_anew(entry);
   storage.set_ready(true);
 }
 
@@ -247,51 +264,81 @@ void Engine::prefetch(int units) {
 }
 
 void Engine::refresh() {
+  for (const auto& unit : units_)
+    refresh(*unit, std::vector<bool>(unit->parameters().size(), true));
+}
+
+void Engine::refresh(const Unit& unit, const std::vector<bool>& changed) {
   const std::lock_guard lock(mutex_);
   const Quiet quiet;
-  current_ = -1;
-  for (Entry& entry : entries_) {
-    let_go(entry);
-    // As an optimizer that steps in place does: a graph that saved a parameter before the change
-    // raises autograd's own error instead of computing with other values than its forward had.
-    for (const UnitParameter& parameter : entry.unit->parameters())
-      parameter.parameter.unsafeGetTensorImpl()->bump_version();
+  outdate(entries_[static_cast<std::size_t>(unit.index())]);
+  for (std::size_t p = 0; p < changed.size(); ++p) {
+    if (changed[p]) unit.parameters()[p].parameter.unsafeGetTensorImpl()->bump_version();
   }
 }
 
 void Engine::restore() {
   if (restored_) return;
   end_pass();
+  take_assigned();
   const std::lock_guard lock(mutex_);
   const Quiet quiet;
   for (const auto& unit : units_) unit->untag(residency_.bring_full(*unit));
   restored_ = true;
 }
 
-void Engine::check_tagged() const {
+void Engine::take_assigned() {
+  if (full_scopes_ > 0 || restored_) return;
+  for (const auto& unit : units_) {
+    if (!unit->is_tagged()) take_assigned(*unit);
+  }
+}
+
+void Engine::take_assigned(Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  unit.take_assigned([&](const UnitParameter& parameter, const at::Tensor& flat) {
+    residency_.write_back(unit, parameter, flat);
+    outdate(entries_[static_cast<std::size_t>(unit.index())]);
+  });
+}
+
+void Engine::check_tagged() {
   if (full_scopes_ > 0) return;
-  for (const auto& unit : units_) unit->check_tagged();
+  for (const auto& unit : units_) {
+    if (unit->is_tagged()) continue;
+    take_assigned(*unit);
+    unit->check_tagged();
+  }
 }
 
 Engine::FullParameters::FullParameters(Engine& engine, bool write_back)
     : engine_(engine), write_back_(write_back) {
   if (engine_.full_scopes_ > 0)
     throw StateError("A scope of full parameters is open already; they do not nest.");
+  engine_.take_assigned();
   const std::lock_guard lock(engine_.mutex_);
   const Quiet quiet;
   for (const auto& unit : engine_.units_) flats_.push_back(engine_.residency_.bring_full(*unit));
-  for (std::size_t i = 0; i < flats_.size(); ++i) engine_.units_[i]->untag(flats_[i]);
+  for (std::size_t i = 0; i < flats_.size(); ++i) {
+    accumulators_.push_back(engine_.units_[i]->accumulators());
+    engine_.units_[i]->untag(flats_[i]);
+  }
   ++engine_.full_scopes_;
 }
 
 Engine::FullParameters::~FullParameters() {
-  if (write_back_) engine_.refresh();
   const std::lock_guard lock(engine_.mutex_);
   const Quiet quiet;
   --engine_.full_scopes_;
   for (std::size_t i = 0; i < flats_.size(); ++i) {
-    if (write_back_) engine_.residency_.write_back_full(*engine_.units_[i], flats_[i]);
+    // Whoever wrote to a parameter has raised its version.
+    if (write_back_) {
+      engine_.outdate(engine_.entries_[i]);
+      engine_.residency_.write_back_full(*engine_.units_[i], flats_[i]);
+    }
     engine_.units_[i]->tag();
+    engine_.units_[i]->set_accumulators(accumulators_[i]);
   }
 }
 

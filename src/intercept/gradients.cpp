@@ -2,17 +2,19 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
 #include <accelerate/intercept/gradients.hpp>
+#include <intercept/backward_end.hpp>
 #include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace accelerate::intercept {
 namespace {
@@ -42,12 +44,27 @@ struct Gradients::Hook final : torch::autograd::PostAccumulateGradHook {
   }
 };
 
+// How a graph task finds the gradients, if they are still there.
+struct Gradients::Link {
+  std::mutex mutex;
+  Gradients* gradients = nullptr;
+
+  void over(int task, bool failed) {
+    const std::lock_guard lock(mutex);
+    if (gradients != nullptr) gradients->task_over(task, failed);
+  }
+};
+
 Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::ScalarType> dtype)
-    : engine_(engine), sink_(sink), dtype_(dtype), collected_(engine.units().size()) {
+    : engine_(engine),
+      sink_(sink),
+      dtype_(dtype),
+      link_(std::make_shared<Link>()),
+      collected_(engine.units().size()) {
+  link_->gradients = this;
   for (std::size_t u = 0; u < collected_.size(); ++u) {
     const auto& parameters = engine.units()[u]->parameters();
-    collected_[u].arrived.assign(parameters.size(), false);
-    collected_[u].expected.assign(parameters.size(), false);
+    collected_[u].partial.assign(parameters.size(), false);
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       auto hook = std::make_unique<Hook>();
       hook->gradients = this;
@@ -62,6 +79,10 @@ Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::Scala
 }
 
 Gradients::~Gradients() {
+  {
+    const std::lock_guard lock(link_->mutex);
+    link_->gradients = nullptr;
+  }
   for (const auto& unit : engine_.units()) {
     for (const UnitParameter& parameter : unit->parameters()) {
       auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter.parameter);
@@ -79,29 +100,157 @@ void Gradients::set_reduce(bool reduce) {
   reduce_ = reduce;
 }
 
-bool Gradients::keeps_gradients() const {
-  const std::lock_guard lock(mutex_);
-  return std::any_of(collected_.begin(), collected_.end(),
-                     [](const Collected& each) { return each.gradients.flat.defined(); });
+ParameterSet Gradients::none() const {
+  ParameterSet none;
+  for (const Collected& collected : collected_) none.emplace_back(collected.partial.size(), false);
+  return none;
 }
 
-void Gradients::clear() {
-  const std::lock_guard lock(mutex_);
-  task_ = -1;
-  for (Collected& collected : collected_) {
-    collected.gradients = {};
-    collected.arrived.assign(collected.arrived.size(), false);
+namespace {
+
+// The first that both sets have; nothing when there is none.
+template <class InOther>
+std::optional<std::pair<std::size_t, std::size_t>> first_of(const ParameterSet& parameters,
+                                                            const InOther& in_other) {
+  for (std::size_t u = 0; u < parameters.size(); ++u) {
+    for (std::size_t p = 0; p < parameters[u].size(); ++p) {
+      if (parameters[u][p] && in_other(u, p)) return std::pair(u, p);
+    }
   }
+  return {};
+}
+
+}  // namespace
+
+bool Gradients::keeps(const ParameterSet& parameters) const {
+  const std::lock_guard lock(mutex_);
+  return first_of(parameters,
+                  [&](std::size_t u, std::size_t p) {
+                    const UnitGradients& gradients = collected_[u].gradients;
+                    return gradients.flat.defined() && gradients.used[p];
+                  })
+      .has_value();
+}
+
+const UnitParameter* Gradients::partial(const ParameterSet& parameters) const {
+  const std::lock_guard lock(mutex_);
+  const auto found =
+      first_of(parameters, [&](std::size_t u, std::size_t p) { return collected_[u].partial[p]; });
+  return found ? &engine_.units()[found->first]->parameters()[found->second] : nullptr;
+}
+
+namespace {
+
+// Calls `act(at, in_flat, count)` for each piece of the parameter: where it lies in the parameter
+// and in a buffer of UnitGradients.
+template <class Act>
+void for_pieces(const Unit& unit, const UnitParameter& parameter, const Act& act) {
+  const Layout& layout = unit.layout();
+  for (std::int64_t done = 0; done < parameter.elements;) {
+    const std::int64_t at = parameter.offset + done;
+    const std::int64_t part = at / layout.part;
+    const std::int64_t count = std::min(parameter.elements - done, (part + 1) * layout.part - at);
+    act(done, part * UnitGradients::part(unit) + at % layout.part, count);
+    done += count;
+  }
+}
+
+}  // namespace
+
+void Gradients::clear(const ParameterSet& parameters) {
+  settle();
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for (std::size_t u = 0; u < parameters.size(); ++u) {
+    Collected& collected = collected_[u];
+    for (std::size_t p = 0; p < parameters[u].size(); ++p) {
+      if (!parameters[u][p]) continue;
+      collected.partial[p] = false;
+      if (!collected.gradients.flat.defined() || !collected.gradients.used[p]) continue;
+      collected.gradients.used[p] = false;
+      const Unit& unit = *engine_.units()[u];
+      for_pieces(unit, unit.parameters()[p],
+                 [&](std::int64_t, std::int64_t in_flat, std::int64_t count) {
+                   collected.gradients.flat.narrow(0, in_flat, count).zero_();
+                 });
+    }
+    const auto& used = collected.gradients.used;
+    if (std::find(used.begin(), used.end(), true) == used.end()) collected.gradients = {};
+  }
+}
+
+void Gradients::begin() {
+  const std::lock_guard lock(mutex_);
+  ++scopes_;
+}
+
+void Gradients::end(bool failed) {
+  bool over = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (scopes_ == 0) return;
+    --scopes_;
+    if (failed) {
+      spoil(reached_);
+      note_failure();
+      if (scopes_ == 0) {
+        tasks_.clear();
+        in_session_ = false;
+      }
+      return;
+    }
+    over = end_session_if_over();
+  }
+  if (over) engine_.end_pass();
+}
+
+void Gradients::settle() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failed_ || in_session_) return;
+    failed_ = false;
+    const Quiet quiet;
+    const MemoryKindScope kind(MemoryKind::gradients);
+    sink_.abandon();
+  }
+  engine_.end_pass();
 }
 
 void Gradients::receive(std::size_t u, std::size_t p) {
   const std::lock_guard lock(mutex_);
   const Quiet quiet;
+  Task& task = present_task();
+  task.awaited[u][p] = false;
+  collect(u, p);
+  // In the agreed order, as far as complete units reach.
+  while (reduce_ && !several_ && !had_several_ && next_given_ < order_.size() &&
+         complete(static_cast<std::size_t>(order_[next_given_]))) {
+    give(static_cast<std::size_t>(order_[next_given_++]));
+  }
+}
+
+void Gradients::collect(std::size_t u, std::size_t p) {
   const Unit& unit = *engine_.units()[u];
   const UnitParameter& parameter = unit.parameters()[p];
   at::Tensor& gradient = const_cast<at::Tensor&>(parameter.parameter).mutable_grad();
   if (!gradient.defined()) return;  // the user's own hook took it
+  if (engine_.has_full_parameters()) {
+    gradient.reset();
+    throw StateError(text::concat(
+        "backward() reached the sharded parameter '", parameter.name,
+        "' while summon_full_params() has the parameters whole. Let what it returned go out of "
+        "scope before backward()."));
+  }
   if (!is_tagged(parameter.parameter)) unit.check_tagged();
+  if (torch::autograd::impl::try_get_grad_accumulator(parameter.parameter) !=
+      torch::autograd::get_current_node()) {
+    gradient.reset();
+    throw StateError(text::concat(
+        "A gradient of the sharded parameter '", parameter.name,
+        "' came by way of a graph or a view (such as weight.t()) that was made before prepare() "
+        "sharded it. Such a view has the values of then, and its gradients are not those of the "
+        "shards. Call the prepared module and make views after prepare()."));
+  }
   if (gradient.requires_grad()) {
     gradient.reset();
     throw ShardingError(text::concat("backward(create_graph=true) reached the sharded parameter '",
@@ -111,42 +260,57 @@ void Gradients::receive(std::size_t u, std::size_t p) {
                                      "torch::autograd::grad with respect to inputs or parameters, "
                                      "and call backward() on what you make of them."));
   }
-  if (const int task = torch::autograd::get_current_graph_task_id(); task != task_)
-    begin_backward(task);
   Collected& collected = collected_[u];
+  if (collected.given) several_ = true;
   open(u);
   const at::Tensor source = in_memory_order(gradient, parameter);
-  const Layout& layout = unit.layout();
-  const std::int64_t stride = UnitGradients::part(unit);
-  for (std::int64_t done = 0; done < parameter.elements;) {
-    const std::int64_t at = parameter.offset + done;
-    const std::int64_t part = at / layout.part;
-    const std::int64_t count = std::min(parameter.elements - done, (part + 1) * layout.part - at);
-    at::Tensor target = collected.gradients.flat.narrow(0, part * stride + at % layout.part, count);
-    const at::Tensor piece = source.narrow(0, done, count);
+  for_pieces(unit, parameter, [&](std::int64_t at, std::int64_t in_flat, std::int64_t count) {
+    at::Tensor target = collected.gradients.flat.narrow(0, in_flat, count);
+    const at::Tensor piece = source.narrow(0, at, count);
     if (collected.gradients.used[p]) {
       target.add_(piece);
     } else {
       target.copy_(piece);
     }
-    done += count;
-  }
+  });
   collected.gradients.used[p] = true;
-  collected.arrived[p] = true;
   gradient.reset();
-  // In the agreed order, as far as complete units reach.
-  while (reduce_ && next_given_ < order_.size() &&
-         complete(static_cast<std::size_t>(order_[next_given_]))) {
-    give(static_cast<std::size_t>(order_[next_given_++]));
-  }
 }
 
-void Gradients::begin_backward(int task) {
-  if (task_ != -1) {
-    // The last one never ended: it failed. What it left is part of a gradient, good for nothing.
-    for (Collected& collected : collected_) collected.gradients = {};
+Gradients::Task& Gradients::present_task() {
+  const int id = torch::autograd::get_current_graph_task_id();
+  for (Task& task : tasks_) {
+    if (task.id == id) return task;
   }
-  task_ = task;
+  if (in_session_) {
+    several_ = true;
+  } else {
+    begin_session();
+  }
+  // Where ranks use different parameters of a unit, none may keep the others waiting for what does
+  // not come.
+  Task task{id, none(), {}};
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  for (std::size_t u = 0; u < collected_.size(); ++u) {
+    for (std::size_t p = 0; p < task.expected[u].size(); ++p) {
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(
+          engine_.units()[u]->parameters()[p].parameter);
+      if (!accumulator || (nodes != nullptr && !nodes->contains(accumulator.get()))) continue;
+      task.expected[u][p] = true;
+      reached_[u][p] = true;
+    }
+  }
+  task.awaited = task.expected;
+  when_backward_ends([link = link_, id](bool failed) { link->over(id, failed); });
+  tasks_.push_back(std::move(task));
+  return tasks_.back();
+}
+
+void Gradients::begin_session() {
+  if (std::exchange(failed_, false)) sink_.abandon();
+  in_session_ = true;
+  several_ = false;
+  reached_ = none();
   next_given_ = 0;
   order_.clear();
   const std::vector<int> forward = engine_.first_demands();
@@ -157,36 +321,65 @@ void Gradients::begin_backward(int task) {
                     [](const UnitParameter& each) { return each.parameter.requires_grad(); });
     if (trained) order_.push_back(*index);
   }
-  // Where ranks use different parameters of a unit, none may keep the others waiting for what does
-  // not come.
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  for (std::size_t u = 0; u < collected_.size(); ++u) {
-    Collected& collected = collected_[u];
-    collected.arrived.assign(collected.arrived.size(), false);
-    for (std::size_t p = 0; p < collected.expected.size(); ++p) {
-      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(
-          engine_.units()[u]->parameters()[p].parameter);
-      collected.expected[p] =
-          accumulator && (nodes == nullptr || nodes->contains(accumulator.get()));
-    }
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [this, task] { end_backward(task); });
+  for (Collected& collected : collected_) collected.given = false;
 }
 
-void Gradients::end_backward(int task) {
+void Gradients::task_over(int id, bool failed) {
+  bool over = false;
   {
     const std::lock_guard lock(mutex_);
-    if (task != task_) return;
-    task_ = -1;
-    const Quiet quiet;
+    const auto task =
+        std::find_if(tasks_.begin(), tasks_.end(), [&](const Task& each) { return each.id == id; });
+    if (task == tasks_.end()) return;
+    if (failed) {
+      spoil(task->expected);
+      note_failure();
+    }
+    tasks_.erase(task);
+    // Whatever it was to have given, the gradients of others that go on are whole.
+    if (failed && tasks_.empty() && scopes_ == 0) {
+      in_session_ = false;
+      return;
+    }
+    over = !failed && end_session_if_over();
+  }
+  if (over) engine_.end_pass();
+}
+
+bool Gradients::end_session_if_over() {
+  if (!in_session_ || scopes_ > 0 || !tasks_.empty()) return false;
+  in_session_ = false;
+  const Quiet quiet;
+  const MemoryKindScope kind(MemoryKind::gradients);
+  try {
     if (reduce_) {
       while (next_given_ < order_.size()) give(static_cast<std::size_t>(order_[next_given_++]));
+      // What came for units that had been given. Every rank gives them all, whichever came there.
+      if (several_ && !had_several_) {
+        for (const int index : order_) give(static_cast<std::size_t>(index));
+      }
     }
-    const MemoryKindScope kind(MemoryKind::gradients);
     sink_.finish(reduce_);
+  } catch (...) {
+    spoil(reached_);
+    note_failure();
+    throw;
   }
-  engine_.end_pass();
+  had_several_ = several_;
+  failed_ = false;
+  return true;
+}
+
+void Gradients::note_failure() noexcept {
+  if (!std::exchange(failed_, true)) sink_.failed();
+}
+
+void Gradients::spoil(const ParameterSet& parameters) {
+  for (std::size_t u = 0; u < parameters.size(); ++u) {
+    for (std::size_t p = 0; p < parameters[u].size(); ++p) {
+      if (parameters[u][p]) collected_[u].partial[p] = true;
+    }
+  }
 }
 
 void Gradients::open(std::size_t u) {
@@ -201,11 +394,10 @@ void Gradients::open(std::size_t u) {
 }
 
 bool Gradients::complete(std::size_t u) const {
-  const Collected& collected = collected_[u];
-  for (std::size_t p = 0; p < collected.expected.size(); ++p) {
-    if (collected.expected[p] && !collected.arrived[p]) return false;
-  }
-  return true;
+  return std::none_of(tasks_.begin(), tasks_.end(), [&](const Task& task) {
+    const auto& awaited = task.awaited[u];
+    return std::find(awaited.begin(), awaited.end(), true) != awaited.end();
+  });
 }
 
 void Gradients::give(std::size_t u) {
@@ -218,9 +410,9 @@ void Gradients::give(std::size_t u) {
   collected.gradients.flat.view({unit.layout().parts, UnitGradients::part(unit)})
       .slice(1, unit.layout().part)
       .copy_(used);
+  collected.given = true;
   const MemoryKindScope kind(MemoryKind::gradients);
-  sink_.reduce(unit, std::move(collected.gradients));
-  collected.gradients = {};
+  sink_.reduce(unit, std::exchange(collected.gradients, {}));
 }
 
 }  // namespace accelerate::intercept

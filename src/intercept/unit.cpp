@@ -24,7 +24,7 @@ std::vector<UnitParameter> checked(const std::string& unit,
   const at::Tensor& first = first_of(unit, parameters);
   std::vector<UnitParameter> result;
   for (const auto& [name, tensor] : parameters) {
-    if (is_tagged(tensor)) {
+    if (intercept::is_tagged(tensor)) {
       throw ShardingError(
           text::concat("The parameter '", name,
                        "' is already sharded or offloaded. A module can be prepared "
@@ -95,10 +95,12 @@ at::Tensor Unit::flatten() const {
 
 void Unit::tag() {
   const Quiet quiet;
-  for (UnitParameter& parameter : parameters_) {
-    replace_data(parameter.parameter,
-                 storage_.view(parameter.sizes, parameter.strides, parameter.offset));
-  }
+  for (const UnitParameter& parameter : parameters_) tag(parameter);
+}
+
+void Unit::tag(const UnitParameter& parameter) {
+  replace_data(parameter.parameter,
+               storage_.view(parameter.sizes, parameter.strides, parameter.offset));
 }
 
 void Unit::untag(const at::Tensor& flat) {
@@ -107,13 +109,58 @@ void Unit::untag(const at::Tensor& flat) {
     parameter.parameter.set_data(over(flat, parameter).detach());
 }
 
+bool Unit::is_tagged(const UnitParameter& parameter) const {
+  return intercept::is_tagged(parameter.parameter) &&
+         TaggedStorage::of(parameter.parameter) == &storage_;
+}
+
+bool Unit::is_tagged() const {
+  return std::all_of(parameters_.begin(), parameters_.end(),
+                     [&](const UnitParameter& each) { return is_tagged(each); });
+}
+
+void Unit::take_assigned(
+    const std::function<void(const UnitParameter&, const at::Tensor& flat)>& take) {
+  const Accumulators before = accumulators();
+  for (const UnitParameter& parameter : parameters_) {
+    const at::Tensor& now = parameter.parameter;
+    if (intercept::is_tagged(now) || now.sizes() != at::IntArrayRef(parameter.sizes) ||
+        now.device() != device() ||
+        (now.scalar_type() != dtype_ && now.scalar_type() != compute_dtype()))
+      continue;
+    const at::Tensor flat =
+        at::zeros({layout_.total()}, at::TensorOptions(device()).dtype(now.scalar_type()));
+    over(flat, parameter).copy_(now);
+    take(parameter, flat);
+    tag(parameter);
+  }
+  set_accumulators(before);
+}
+
+Unit::Accumulators Unit::accumulators() const {
+  Accumulators all;
+  for (const UnitParameter& parameter : parameters_) {
+    const auto* meta = torch::autograd::impl::get_autograd_meta(parameter.parameter);
+    all.push_back(meta != nullptr ? meta->grad_accumulator_
+                                  : std::weak_ptr<torch::autograd::Node>());
+  }
+  return all;
+}
+
+void Unit::set_accumulators(const Accumulators& accumulators) {
+  for (std::size_t p = 0; p < parameters_.size(); ++p) {
+    if (auto* meta = torch::autograd::impl::get_autograd_meta(parameters_[p].parameter))
+      meta->grad_accumulator_ = accumulators[p];
+  }
+}
+
 void Unit::check_tagged() const {
   for (const UnitParameter& parameter : parameters_) {
-    if (is_tagged(parameter.parameter) && TaggedStorage::of(parameter.parameter) == &storage_)
-      continue;
+    if (is_tagged(parameter)) continue;
     throw StateError(text::concat("The parameter '", parameter.name,
                                   "' no longer lies in its shard: it was moved or cast after "
-                                  "prepare(), for example by module->to(). It is now ",
+                                  "prepare(), or given data of another shape, for example by "
+                                  "module->to(). It is now ",
                                   parameter.parameter.scalar_type(), " on ",
                                   parameter.parameter.device(),
                                   " and would not be trained. Move or cast a module before "

@@ -38,12 +38,12 @@ OptimizerCore::OptimizerCore(std::shared_ptr<torch::optim::Optimizer> optimizer,
 }
 
 bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
-  bool linked = false;
+  std::vector<at::Tensor> leaves;
   auto& state = optimizer_->state();
   for_each_parameter(*optimizer_, [&](at::Tensor& parameter) {
     const at::Tensor leaf = strategy->optimizer_leaf(parameter);
     if (!leaf.defined()) return;
-    linked = true;
+    leaves.push_back(leaf);
     if (leaf.is_same(parameter)) return;
     const auto found = state.find(parameter.unsafeGetTensorImpl());
     if (found != state.end()) {
@@ -54,10 +54,16 @@ bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
     }
     parameter = leaf;
   });
-  if (linked && std::find(strategies_.begin(), strategies_.end(), strategy) == strategies_.end()) {
+  if (leaves.empty()) return false;
+  const auto known = std::find(strategies_.begin(), strategies_.end(), strategy);
+  if (known == strategies_.end()) {
     strategies_.push_back(std::move(strategy));
+    leaves_.push_back(std::move(leaves));
+  } else {
+    auto& of_it = leaves_[static_cast<std::size_t>(known - strategies_.begin())];
+    of_it.insert(of_it.end(), leaves.begin(), leaves.end());
   }
-  return linked;
+  return true;
 }
 
 at::Tensor OptimizerCore::step(const Closure& closure) {
@@ -84,12 +90,12 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   }
   ++steps_;
   gradients_->end_window();
-  for (const auto& strategy : strategies_) strategy->after_step();
+  for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->after_step(leaves_[i]);
   return result;
 }
 
 void OptimizerCore::ready_gradients() {
-  for (const auto& strategy : strategies_) strategy->check_gradients();
+  for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->check_gradients(leaves_[i]);
   finish_gradients();
   if (!max_norm_) return;
   const at::NoGradGuard no_grad;
@@ -144,6 +150,7 @@ void OptimizerCore::finish_gradients() {
 
 void OptimizerCore::zero_grad(bool set_to_none) {
   if (!gradients_->sync_gradients()) return;
+  for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->before_zero_grad(leaves_[i]);
   // torch's own zero_grad detaches the gradients in place, which views into a DDP bucket forbid.
   for (auto& group : optimizer_->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -160,7 +167,6 @@ void OptimizerCore::zero_grad(bool set_to_none) {
   }
   if (scaler_ != nullptr) scaler_->forget(optimizer_.get());
   gradients_->end_window();
-  for (const auto& strategy : strategies_) strategy->after_zero_grad();
 }
 
 bool OptimizerCore::step_was_skipped() const {

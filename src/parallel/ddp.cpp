@@ -5,18 +5,21 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/comm/native.hpp>
 
+#include <intercept/backward_end.hpp>
 #include "parallel/comm_hooks.hpp"
 #include "parallel/consistency.hpp"
 
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
+#include <mutex>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace accelerate::parallel {
 namespace {
@@ -24,17 +27,6 @@ namespace {
 constexpr double kMiB = 1024.0 * 1024.0;
 // Parameters and buffers travel to the other ranks in pieces of this size, PyTorch's own.
 constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
-
-/// What the hooks on the parameters share with the strategy. Backward may run on threads of its
-/// own.
-struct GradientWatch {
-  /// Between a synchronising forward and the end of its backward: c10d::Reducer is listening.
-  std::atomic<bool> reducing{false};
-  /// The end of the running backward is already being waited for.
-  std::atomic<bool> callback_queued{false};
-  /// Gradients arrived that were not reduced since.
-  std::atomic<bool> unreduced{false};
-};
 
 // The Reducer lays its buckets out anew once it knows in which order gradients arrive. A resumed
 // run would find that out in its first step, and until then add in another order.
@@ -55,29 +47,116 @@ class Buckets final : public c10d::Reducer {
     initialize_buckets(std::move(layout));
     has_rebuilt_bucket_ = true;
   }
+
+  /// The gradients that arrive now are to be reduced.
+  bool listens() const {
+    const std::lock_guard lock(mutex_);
+    return expect_autograd_hooks_;
+  }
+  /// Puts things back to where they were before a backward that did not end.
+  void abandon() {
+    const std::lock_guard lock(mutex_);
+    // What has begun has begun on every rank, and writes to the buckets.
+    for (const Bucket& bucket : buckets_) {
+      if (bucket.future_work) bucket.future_work->wait();
+    }
+    if (local_used_work_) local_used_work_->wait();
+    local_used_work_.reset();
+    expect_autograd_hooks_ = false;
+    require_finalize_ = false;
+    if (std::exchange(first_autograd_hook_called_, false)) --num_bwd_calls_;
+    if (static_graph_ && num_bwd_calls_ == 0) numGradHooksTriggeredMap_.clear();
+    if (!has_rebuilt_bucket_) {
+      rebuilt_params_.clear();
+      rebuilt_param_indices_.clear();
+    }
+    if (local_used_map_.defined()) local_used_map_.zero_();
+    local_used_map_reduced_ = false;
+  }
+};
+
+/// What the hooks on the parameters share with the strategy. Backward may run on threads of its
+/// own.
+struct GradientWatch {
+  GradientWatch(const Buckets& its_reducer, bool reduces_once, std::size_t parameters)
+      : reducer(&its_reducer),
+        once(reduces_once),
+        arrived(parameters),
+        unreduced(parameters),
+        partial(parameters) {}
+
+  std::mutex mutex;
+  /// Null when the strategy is gone.
+  const Buckets* reducer;
+  /// The reducer takes one gradient of each parameter.
+  bool once;
+  /// By parameter: it came since the last synchronising forward.
+  std::vector<bool> arrived;
+  /// By parameter: a gradient arrived that was not reduced since.
+  std::vector<bool> unreduced;
+  /// By parameter: a backward failed since its gradient was last cleared.
+  std::vector<bool> partial;
+  /// A synchronising forward ran, and no gradient has arrived since.
+  bool awaits_first = false;
+  /// A backward failed, and the reducer has not been told.
+  bool failed = false;
+  /// The backward that the last gradient came from.
+  int task = -1;
+
+  static void fail(GradientWatch& watch) {
+    const std::lock_guard lock(watch.mutex);
+    watch.failed = true;
+    watch.partial.assign(watch.partial.size(), true);
+  }
 };
 
 class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  ArrivalHook(std::shared_ptr<GradientWatch> watch, std::unique_ptr<PostAccumulateGradHook> next)
-      : watch_(std::move(watch)), next_(std::move(next)) {}
+  ArrivalHook(std::shared_ptr<GradientWatch> watch, std::size_t index, std::string name,
+              std::unique_ptr<PostAccumulateGradHook> next)
+      : watch_(std::move(watch)), index_(index), name_(std::move(name)), next_(std::move(next)) {}
 
   void operator()(const torch::autograd::Variable& parameter) override {
-    if (!watch_->reducing) {
-      watch_->unreduced = true;
-    } else if (!watch_->callback_queued.exchange(true)) {
-      torch::autograd::Engine::get_default_engine().queue_callback([watch = watch_] {
-        watch->reducing = false;
-        watch->callback_queued = false;
-        // Reducer sums whole gradients, those of earlier micro-batches included.
-        watch->unreduced = false;
-      });
-    }
+    arrived();
     if (next_) (*next_)(parameter);
   }
 
  private:
+  void arrived() {
+    const std::lock_guard lock(watch_->mutex);
+    if (watch_->reducer == nullptr) return;
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(watch_->task, task) != task) {
+      intercept::when_backward_ends([watch = watch_](bool failed) {
+        if (failed) GradientWatch::fail(*watch);
+      });
+    }
+    if (!watch_->reducer->listens()) {
+      watch_->unreduced[index_] = true;
+      return;
+    }
+    if (std::exchange(watch_->awaits_first, false)) {
+      // Reducer sums whole gradients, those of earlier micro-batches included.
+      watch_->unreduced.assign(watch_->unreduced.size(), false);
+      watch_->arrived.assign(watch_->arrived.size(), false);
+    }
+    if (watch_->once && watch_->arrived[index_]) {
+      throw StateError(
+          text::concat("The parameter '", name_,
+                       "' got a gradient a second time in one backward, after the first was given "
+                       "to be averaged "
+                       "over the ranks: a function that runs a backward of its own in backward "
+                       "(checkpointing of "
+                       "the program's own) reached it again. Set DdpOptions::static_graph if the "
+                       "same happens in "
+                       "every step, use checkpoint() of this library, or a sharded strategy."));
+    }
+    watch_->arrived[index_] = true;
+  }
+
   std::shared_ptr<GradientWatch> watch_;
+  std::size_t index_;
+  std::string name_;
   std::unique_ptr<PostAccumulateGradHook> next_;
 };
 
@@ -86,8 +165,9 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
 struct Ddp::Impl {
   comm::Group group;
   DdpOptions options;
-  std::shared_ptr<GradientWatch> watch = std::make_shared<GradientWatch>();
-  std::vector<NamedTensor> parameters;   ///< reduced ones
+  std::shared_ptr<GradientWatch> watch;
+  std::unordered_map<const void*, std::size_t> index_of;  ///< of reduced parameters
+  std::vector<NamedTensor> parameters;                    ///< reduced ones
   std::vector<at::TensorOptions> kinds;  ///< their dtypes and devices when they were prepared
   std::vector<NamedTensor> states;       ///< all parameters and buffers that must be equal
   std::vector<at::Tensor> buffers;       ///< broadcast ones
@@ -145,7 +225,35 @@ struct Ddp::Impl {
     delayed_reduction = false;
     delayed_reduction_done = true;
     translated("the gradient all-reduce", [&] { reducer->delay_all_reduce(); });
-    watch->unreduced = false;
+    const std::lock_guard lock(watch->mutex);
+    watch->unreduced.assign(watch->unreduced.size(), false);
+  }
+
+  void abandon_if_failed() {
+    {
+      const std::lock_guard lock(watch->mutex);
+      if (!std::exchange(watch->failed, false)) return;
+      watch->awaits_first = false;
+    }
+    delayed_reduction = false;
+    reducer->abandon();
+  }
+
+  void expect_gradients() {
+    delayed_reduction = static_graph_first_step();
+    const std::lock_guard lock(watch->mutex);
+    watch->awaits_first = true;
+  }
+
+  /// Whether one of the leaves is marked in `marks`.
+  const NamedTensor* first_marked(const std::vector<at::Tensor>& leaves,
+                                  const std::vector<bool>& marks) const {
+    const std::lock_guard lock(watch->mutex);
+    for (const at::Tensor& leaf : leaves) {
+      const auto found = index_of.find(leaf.unsafeGetTensorImpl());
+      if (found != index_of.end() && marks[found->second]) return &parameters[found->second];
+    }
+    return nullptr;
   }
 
   struct Announcement {
@@ -257,16 +365,23 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
     }
   });
 
-  for (const at::Tensor& parameter : parameters) {
+  self.watch = std::make_shared<GradientWatch>(*self.reducer, !self.options.static_graph(),
+                                               parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    self.index_of.emplace(parameters[i].unsafeGetTensorImpl(), i);
     // The slot holds one hook: keep what is there.
-    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameters[i]);
     auto next = std::move(slot);
     torch::autograd::impl::set_post_acc_grad_hooks(
-        parameter, std::make_unique<ArrivalHook>(self.watch, std::move(next)));
+        parameters[i],
+        std::make_unique<ArrivalHook>(self.watch, i, self.parameters[i].name, std::move(next)));
   }
 }
 
-Ddp::~Ddp() = default;
+Ddp::~Ddp() {
+  const std::lock_guard lock(impl_->watch->mutex);
+  impl_->watch->reducer = nullptr;
+}
 
 const DdpOptions& Ddp::options() const noexcept { return impl_->options; }
 
@@ -275,6 +390,7 @@ bool Ddp::wants_outputs() const noexcept { return impl_->options.find_unused_par
 void Ddp::before_forward(const ForwardContext& context) {
   Impl& self = *impl_;
   const bool reduces = context.grad_enabled && context.sync;
+  self.abandon_if_failed();
   if (context.grad_enabled) self.check_kinds();
   if (reduces) self.reducer->prepare_for_forward();
   int buffer_source = 0;
@@ -300,23 +416,32 @@ void Ddp::after_forward(const ForwardContext& context, const std::vector<at::Ten
   if (!context.grad_enabled || !context.sync) return;
   self.translated("the preparation of backward",
                   [&] { self.reducer->prepare_for_backward(outputs); });
-  self.watch->reducing = true;
-  self.delayed_reduction = self.static_graph_first_step();
+  self.expect_gradients();
 }
 
 void Ddp::after_backward() { impl_->finish_delayed_reduction(); }
 
+void Ddp::backward_failed() noexcept { GradientWatch::fail(*impl_->watch); }
+
 void Ddp::sync_in_next_backward() {
   Impl& self = *impl_;
   self.translated("the preparation of backward", [&] { self.reducer->prepare_for_backward({}); });
-  self.watch->reducing = true;
-  self.delayed_reduction = self.static_graph_first_step();
+  self.expect_gradients();
 }
 
-void Ddp::check_gradients() {
+void Ddp::check_gradients(const std::vector<at::Tensor>& leaves) {
   Impl& self = *impl_;
+  self.abandon_if_failed();
+  if (const NamedTensor* partial = self.first_marked(leaves, self.watch->partial)) {
+    throw StateError(text::concat(
+        "The optimizer was asked to step after a backward that ended with an exception: the "
+        "gradient of '",
+        partial->name,
+        "' is only a part of one. Clear the gradients with the prepared optimizer's zero_grad() "
+        "before the next backward."));
+  }
   self.finish_delayed_reduction();
-  if (self.watch->unreduced) {
+  if (self.first_marked(leaves, self.watch->unreduced) != nullptr) {
     throw StateError(
         "Gradients arrived on this rank that were never averaged over the ranks, and a step on "
         "them would let the ranks "
@@ -365,8 +490,17 @@ void Ddp::set_reduction_layout(const std::vector<std::vector<std::int64_t>>& lay
                     [&] { impl_->reducer->set_layout(std::move(buckets)); });
 }
 
-void Ddp::after_step() { impl_->watch->unreduced = false; }
-void Ddp::after_zero_grad() { impl_->watch->unreduced = false; }
+void Ddp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
+  Impl& self = *impl_;
+  self.abandon_if_failed();
+  const std::lock_guard lock(self.watch->mutex);
+  for (const at::Tensor& leaf : leaves) {
+    const auto found = self.index_of.find(leaf.unsafeGetTensorImpl());
+    if (found == self.index_of.end()) continue;
+    self.watch->unreduced[found->second] = false;
+    self.watch->partial[found->second] = false;
+  }
+}
 
 at::Tensor Ddp::grad_norm(double p) const {
   impl_->finish_delayed_reduction();

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <utility>
 
 namespace accelerate::parallel {
 
@@ -50,6 +51,7 @@ const FsdpOptions& Fsdp::options() const noexcept { return impl_->options; }
 void Fsdp::before_forward(const ForwardContext& context) {
   Strategy::before_forward(context);
   impl_->require_sharded();
+  impl_->gradients->settle();
   impl_->engine->check_tagged();
   impl_->refresh_if_stepped();
   impl_->gradients->set_reduce(context.sync || impl_->options.reduce_every_backward());
@@ -72,14 +74,21 @@ at::Tensor Fsdp::optimizer_leaf(const at::Tensor& parameter) const {
   return found != impl_->leaf_of.end() ? found->second : Strategy::optimizer_leaf(parameter);
 }
 
-void Fsdp::check_gradients() {
+void Fsdp::before_backward() {
+  if (!is_restored()) impl_->gradients->begin();
+}
+
+void Fsdp::after_backward() {
+  if (!is_restored()) impl_->gradients->end(/*failed=*/false);
+}
+
+void Fsdp::backward_failed() noexcept {
+  if (!is_restored()) impl_->gradients->end(/*failed=*/true);
+}
+
+void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
-  const auto has_gradient = [](const Impl::Part& part) {
-    return std::any_of(part.leaves.begin(), part.leaves.end(), [](const at::Tensor& leaf) {
-      return leaf.grad().defined() && leaf.numel() > 0;
-    });
-  };
-  if (std::any_of(impl_->parts.begin(), impl_->parts.end(), has_gradient)) require_forward();
+  Strategy::check_gradients(leaves);
   impl_->engine->check_tagged();
   for (const auto& unit : impl_->engine->units()) {
     for (const UnitParameter& parameter : unit->parameters()) {
@@ -91,24 +100,45 @@ void Fsdp::check_gradients() {
                                     "set hooks before prepare()."));
     }
   }
-  if (impl_->gradients->keeps_gradients()) {
+  const intercept::ParameterSet owned = impl_->of(leaves);
+  if (const UnitParameter* partial = impl_->gradients->partial(owned)) {
+    throw StateError(text::concat(
+        "The optimizer was asked to step after a backward that ended with an exception: the "
+        "gradient of '",
+        partial->name,
+        "' is only a part of one. Clear the gradients with the prepared optimizer's zero_grad() "
+        "before the next backward."));
+  }
+  if (impl_->gradients->keeps(owned)) {
     throw StateError(
         "The optimizer was asked to step while gradients of micro-batches without synchronisation "
         "wait to be reduced. Run the "
         "last micro-batch with synchronisation (outside no_sync), or clear the gradients.");
   }
+  impl_->wait_for_copies();
 }
 
-void Fsdp::after_step() {
+void Fsdp::after_step(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
-  impl_->gradients->clear();
-  // Not every optimizer that writes to a leaf tells autograd: LibTorch's fused ones do not.
-  impl_->refresh();
+  const intercept::ParameterSet owned = impl_->of(leaves);
+  for (std::size_t u = 0; u < owned.size(); ++u) {
+    Impl::Part& part = impl_->parts[u];
+    if (std::find(owned[u].begin(), owned[u].end(), true) == owned[u].end()) continue;
+    std::vector<bool> changed(owned[u].size(), false);
+    for (std::size_t p = 0; p < changed.size(); ++p) {
+      const auto version = static_cast<std::int64_t>(part.leaves[p]._version());
+      // Not every optimizer that writes to a leaf tells autograd: LibTorch's fused ones do not.
+      changed[p] = std::exchange(part.leaf_versions[p], version) != version ||
+                   (owned[u][p] && part.leaves[p].grad().defined());
+    }
+    impl_->engine->refresh(*impl_->engine->units()[u], changed);
+    part.reshard.reset();
+  }
 }
 
-void Fsdp::after_zero_grad() {
+void Fsdp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
-  impl_->gradients->clear();
+  impl_->gradients->clear(impl_->of(leaves));
 }
 
 at::Tensor Fsdp::grad_norm(double p) const {

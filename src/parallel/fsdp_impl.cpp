@@ -6,6 +6,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/jit/codegen/fuser/interface.h>
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <unistd.h>
@@ -143,7 +144,10 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
                                     });
   gradients = std::make_unique<intercept::Gradients>(*engine, *this,
                                                      options.mixed_precision().reduce_dtype);
-  leaf_versions = versions();
+  for (std::size_t u = 0; u < parts.size(); ++u) {
+    for (std::size_t p = 0; p < parts[u].leaves.size(); ++p)
+      place_of[parts[u].leaves[p].unsafeGetTensorImpl()] = {u, p};
+  }
   for (const auto& [key, parameter] : module.parameters()) {
     for (std::size_t u = 0; u < parts.size(); ++u) {
       const Unit& unit = *engine->units()[u];
@@ -242,6 +246,7 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
     part.leaf_offsets.push_back(from - begin);
     part.leaves.push_back(plain_view(part.shard, sizes, from - begin));
     part.leaves.back().set_requires_grad(parameter.parameter.requires_grad());
+    part.leaf_versions.push_back(static_cast<std::int64_t>(part.leaves.back()._version()));
   }
 }
 
@@ -262,6 +267,11 @@ at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
   if (mine.scalar_type() != whole.scalar_type() || mine.device() != whole.device()) {
     mine = whole.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part);
     mine.copy_(part.shard, /*non_blocking=*/true);
+    if (mine.device() != part.shard.device()) {
+      if (!part.copied) part.copied.emplace(mine.device().type());
+      part.copied->record(
+          c10::impl::VirtualGuardImpl(mine.device().type()).getStream(mine.device()));
+    }
   }
   part.launch = launch(unit, ControlFlow::Event::gather, [this, &part, whole, mine] {
     part.gather = gather_group.all_gather_into(whole, mine);
@@ -292,6 +302,7 @@ void Fsdp::Impl::leaving(const Unit& unit, const at::Tensor& contents) {
 void Fsdp::Impl::write_back(const Unit& unit, const UnitParameter& parameter,
                             const at::Tensor& contents) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
+  wait_for_copies();
   part.reshard.reset();
   const std::int64_t begin = gather_group.rank() * unit.layout().part;
   const std::int64_t from = std::max(parameter.offset, begin);
@@ -312,6 +323,7 @@ at::Tensor Fsdp::Impl::bring_full(const Unit& unit) {
 
 void Fsdp::Impl::write_back_full(const Unit& unit, const at::Tensor& full) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
+  wait_for_copies();
   part.shard.copy_(full.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part));
 }
 
@@ -407,23 +419,51 @@ void Fsdp::Impl::finish(bool reduced) {
   }
 }
 
-std::int64_t Fsdp::Impl::versions() const {
-  std::int64_t sum = 0;
+void Fsdp::Impl::abandon() {
+  for (Part& part : parts) part.reshard.reset();
+  // It has begun on every rank.
+  finish_reduction();
+}
+
+void Fsdp::Impl::wait_for_copies() const {
   for (const Part& part : parts) {
-    for (const at::Tensor& leaf : part.leaves) sum += static_cast<std::int64_t>(leaf._version());
+    if (part.copied) part.copied->synchronize();
   }
-  return sum;
 }
 
 void Fsdp::Impl::refresh() {
-  leaf_versions = versions();
   engine->refresh();
-  for (Part& part : parts) part.reshard.reset();
+  for (Part& part : parts) {
+    part.reshard.reset();
+    for (std::size_t p = 0; p < part.leaves.size(); ++p)
+      part.leaf_versions[p] = static_cast<std::int64_t>(part.leaves[p]._version());
+  }
 }
 
 // Whoever wrote to a leaf, an optimizer or a checkpoint: what was gathered before is out of date.
 void Fsdp::Impl::refresh_if_stepped() {
-  if (versions() != leaf_versions) refresh();
+  for (std::size_t u = 0; u < parts.size(); ++u) {
+    Part& part = parts[u];
+    std::vector<bool> changed(part.leaves.size(), false);
+    bool any = false;
+    for (std::size_t p = 0; p < part.leaves.size(); ++p) {
+      const auto version = static_cast<std::int64_t>(part.leaves[p]._version());
+      changed[p] = std::exchange(part.leaf_versions[p], version) != version;
+      any |= changed[p];
+    }
+    if (!any) continue;
+    engine->refresh(*engine->units()[u], changed);
+    part.reshard.reset();
+  }
+}
+
+intercept::ParameterSet Fsdp::Impl::of(const std::vector<at::Tensor>& leaves) const {
+  intercept::ParameterSet parameters = gradients->none();
+  for (const at::Tensor& leaf : leaves) {
+    const auto found = place_of.find(leaf.unsafeGetTensorImpl());
+    if (found != place_of.end()) parameters[found->second.first][found->second.second] = true;
+  }
+  return parameters;
 }
 
 std::vector<at::Tensor> Fsdp::Impl::local_gradients() const {

@@ -5,6 +5,8 @@
 #include <accelerate/intercept/gradients.hpp>
 #include <accelerate/parallel/fsdp.hpp>
 
+#include <c10/core/Event.h>
+
 #include <functional>
 #include <optional>
 #include <string>
@@ -29,6 +31,10 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     // Between forward and backward, when reshard_after_forward names a number of ranks: this rank's
     // part of the unit over that group, in the compute dtype.
     at::Tensor reshard;
+    // The last copy of the shard to the device that the host did not wait for. Whoever writes to a
+    // shard in host memory waits for it first.
+    std::optional<c10::Event> copied;
+    std::vector<std::int64_t> leaf_versions;  // when the unit was last known to be what they are
   };
   struct Reduction {
     const intercept::Unit* unit = nullptr;
@@ -48,8 +54,8 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   std::optional<ControlFlow> control_flow;  // with verify_control_flow
   std::vector<Part> parts;
   std::unordered_map<const void*, at::Tensor> leaf_of;
+  std::unordered_map<const void*, std::pair<std::size_t, std::size_t>> place_of;  // by leaf
   std::optional<Reduction> under_way;
-  std::int64_t leaf_versions = 0;
   std::int64_t reductions = 0, gathered_bytes = 0, gathered_parameter_bytes = 0, reduced_bytes = 0,
                reduced_parameter_bytes = 0;
   std::unique_ptr<intercept::Engine> engine;
@@ -69,9 +75,11 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   std::function<void()> launch(const intercept::Unit& unit, ControlFlow::Event event,
                                std::function<void()> body);
   void finish_reduction();
-  std::int64_t versions() const;
+  void wait_for_copies() const;
   void refresh();
   void refresh_if_stepped();
+  // The parameters that these leaves belong to.
+  intercept::ParameterSet of(const std::vector<at::Tensor>& leaves) const;
   std::vector<at::Tensor> local_gradients() const;
 
   at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
@@ -83,6 +91,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   void write_back_full(const intercept::Unit& unit, const at::Tensor& full) override;
   void reduce(const intercept::Unit& unit, intercept::UnitGradients given) override;
   void finish(bool reduced) override;
+  void abandon() override;
 };
 
 }  // namespace accelerate::parallel

@@ -21,6 +21,7 @@ std::string flat_name(const Unit& unit) { return unit.name() + ".flat"; }
 }  // namespace
 
 std::vector<ParameterShard> Fsdp::shards() const {
+  impl_->engine->take_assigned();
   std::map<const void*, ParameterShard> found;
   for (const auto& unit : impl_->engine->units()) {
     const Impl::Part& part = impl_->parts[static_cast<std::size_t>(unit->index())];
@@ -48,6 +49,7 @@ std::vector<ParameterShard> Fsdp::shards() const {
 
 std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const {
   impl_->require_sharded();
+  impl_->engine->take_assigned();
   const Quiet quiet;
   const auto placed = [&](const at::Tensor& tensor) {
     return options.offload_to_cpu() ? tensor.detach().to(at::kCPU, /*non_blocking=*/false,
@@ -84,6 +86,8 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
 void Fsdp::load_state_dict(const std::vector<NamedTensor>& state, const StateDictOptions& options,
                            bool strict) {
   impl_->require_sharded();
+  impl_->engine->take_assigned();
+  impl_->wait_for_copies();
   const Quiet quiet;
   const auto buffers = all_names(module_, module_.buffers());
   if (options.type() == StateDictType::full) {
@@ -126,8 +130,11 @@ std::shared_ptr<void> Fsdp::summon_full_params(bool write_back) {
 }
 
 void Fsdp::restore() {
+  if (impl_->gradients) impl_->gradients->settle();
   impl_->gradients.reset();
   impl_->engine->restore();
 }
+
+bool Fsdp::is_restored() const noexcept { return impl_->gradients == nullptr; }
 
 }  // namespace accelerate::parallel

@@ -47,9 +47,9 @@ at::Tensor Strategy::optimizer_leaf(const at::Tensor& parameter) const {
   return {};
 }
 
-void Strategy::check_gradients() {
-  for (const auto& [name, parameter] : module_.parameters()) {
-    if (parameter.grad().defined()) return require_forward();
+void Strategy::check_gradients(const std::vector<at::Tensor>& leaves) {
+  for (const at::Tensor& leaf : leaves) {
+    if (leaf.grad().defined()) return require_forward();
   }
 }
 

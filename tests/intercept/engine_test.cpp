@@ -1,6 +1,7 @@
 // Units that come and go under modules that know nothing of it, in one process: their parameters
 // lie in a home copy when they are not in memory.
 
+#include <intercept/holds.hpp>
 #include <intercept/home.hpp>
 #include <support/zoo.hpp>
 
@@ -11,6 +12,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
@@ -289,6 +291,66 @@ TEST(Engine, SeveralThreadsAtOnce) {
   EXPECT_EQ(wrong, 0);
 }
 
+TEST(Engine, AnOperatorThatStillRunsKeepsNothingStale) {
+  for (const Stay stay : {Stay::while_used, Stay::always}) {
+    zoo::Specimen specimen = zoo::make("odd", 1);
+    Home home;
+    auto plans = units_by_module(specimen.record);
+    for (UnitPlan& plan : plans) plan.stay = stay;
+    Engine engine(plans, {}, home,
+                  [&](const Unit& unit, at::Tensor flat) { home.adopt(unit, std::move(flat)); });
+    const at::Tensor weight = specimen.record.parameters()[0].tensor;
+    {
+      Holds running;  // as an operator on another thread has
+      running.add(weight);
+      const void* const address = weight.const_data_ptr();
+      for (auto& [index, flat] : home.flats) flat.fill_(2);
+      engine.refresh();
+      EXPECT_EQ(weight.sum().item<double>(), 2.0 * static_cast<double>(weight.numel()));
+      EXPECT_EQ(weight.const_data_ptr(), address) << "it reads there";
+    }
+    for (auto& [index, flat] : home.flats) flat.fill_(3);
+    engine.refresh();
+    EXPECT_EQ(weight.sum().item<double>(), 3.0 * static_cast<double>(weight.numel()));
+    engine.restore();
+  }
+}
+
+TEST(Engine, AChangeOfOneUnitLeavesTheOthersAlone) {
+  zoo::Specimen specimen = zoo::make("lstm", 1);
+  Sharded sharded(specimen.record);
+  const auto versions = [&] {
+    std::vector<std::int64_t> all;
+    for (const NamedTensor& parameter : specimen.record.parameters())
+      all.push_back(static_cast<std::int64_t>(parameter.tensor._version()));
+    return all;
+  };
+  const auto before = versions();
+  const Unit& unit = *sharded.engine.units().front();
+  std::vector<bool> changed(unit.parameters().size(), false);
+  changed.back() = true;
+  sharded.engine.refresh(unit, changed);
+  const auto after = versions();
+  for (std::size_t i = 0; i < after.size(); ++i) {
+    const bool is_it =
+        specimen.record.parameters()[i].tensor.is_same(unit.parameters().back().parameter);
+    EXPECT_EQ(after[i] - before[i], is_it ? 1 : 0) << specimen.record.parameters()[i].name;
+  }
+}
+
+TEST(Engine, DataOfTheSameKindIsTaken) {
+  zoo::Specimen specimen = zoo::make("lstm", 1);
+  Sharded sharded(specimen.record);
+  const auto parameters = parameters_of(specimen.record);
+  const at::Tensor values = torch::nn::utils::parameters_to_vector(parameters) * 2;
+  torch::nn::utils::vector_to_parameters(values, parameters);
+  sharded.engine.check_tagged();
+  for (const at::Tensor& parameter : parameters) EXPECT_TRUE(is_tagged(parameter));
+  EXPECT_TRUE(at::equal(torch::nn::utils::parameters_to_vector(parameters), values));
+  sharded.engine.restore();
+  EXPECT_TRUE(at::equal(torch::nn::utils::parameters_to_vector(parameters), values));
+}
+
 TEST(Engine, MemoryThatStaysIsFilledAgainAfterAChange) {
   zoo::Specimen specimen = zoo::make("odd", 1);
   Home home;
@@ -385,7 +447,7 @@ TEST(Gradients, GraphsOfGradientsRaiseOrWork) {
   EXPECT_THROW(zoo::loss_of(specimen.forward(input))
                    .backward({}, /*retain_graph=*/true, /*create_graph=*/true),
                ShardingError);
-  gradients.clear();
+  gradients.settle();
   const auto penalty = [&](zoo::Specimen& of) {
     const at::Tensor x = input.detach().clone().requires_grad_(true);
     const at::Tensor g =
@@ -425,6 +487,38 @@ TEST(Gradients, ABackwardThatFailsLeavesNothingBehind) {
   EXPECT_EQ(leaves.finished, 1);
   EXPECT_TRUE(at::allclose(leaves.leaves[0][0].grad(), plain.record.parameters()[0].tensor.grad(),
                            0, 1e-12));
+}
+
+TEST(Gradients, ReachAcrossAScopeOfFullParameters) {
+  zoo::Specimen specimen = zoo::make("lstm", 1);
+  zoo::Specimen plain = zoo::make("lstm", 1);
+  Sharded sharded(specimen.record);
+  Leaves leaves(sharded.engine, sharded.home);
+  Gradients gradients(sharded.engine, leaves, {});
+  const at::Tensor input = plain.input(2);
+  const at::Tensor loss = zoo::loss_of(specimen.forward(input));
+  { const auto full = sharded.engine.full_parameters(/*write_back=*/true); }
+  loss.backward();
+  zoo::loss_of(plain.forward(input)).backward();
+  EXPECT_TRUE(at::allclose(leaves.leaves[0][0].grad(), plain.record.parameters()[0].tensor.grad(),
+                           0, 1e-12));
+  const at::Tensor other = zoo::loss_of(specimen.forward(input));
+  const auto full = sharded.engine.full_parameters(false);
+  EXPECT_THROW(other.backward(), StateError);
+}
+
+TEST(Gradients, ThatComeByAGraphOfBeforeAreNamed) {
+  zoo::Specimen specimen = zoo::make("lstm", 1);
+  const at::Tensor loss = zoo::loss_of(specimen.forward(specimen.input(2)));
+  Sharded sharded(specimen.record);
+  Leaves leaves(sharded.engine, sharded.home);
+  Gradients gradients(sharded.engine, leaves, {});
+  try {
+    loss.backward();
+    FAIL() << "its gradients were taken for those of the shards";
+  } catch (const StateError& error) {
+    EXPECT_NE(std::string(error.what()).find("made before prepare()"), std::string::npos);
+  }
 }
 
 TEST(Gradients, AUsersOwnHookIsStillCalled) {

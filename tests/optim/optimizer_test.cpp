@@ -43,12 +43,12 @@ struct WatchingStrategy : parallel::Strategy {
     if (!Strategy::optimizer_leaf(parameter).defined()) return {};
     return replacement.defined() ? replacement : parameter;
   }
-  void check_gradients() override {
+  void check_gradients(const std::vector<at::Tensor>&) override {
     ++checks;
     if (refuse) throw StateError("not reduced");
   }
-  void after_step() override { ++steps; }
-  void after_zero_grad() override { ++steps; }
+  void after_step(const std::vector<at::Tensor>&) override { ++steps; }
+  void before_zero_grad(const std::vector<at::Tensor>&) override { ++steps; }
 
   at::Tensor replacement;
   bool refuse = false;

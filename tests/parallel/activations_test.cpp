@@ -534,7 +534,7 @@ std::vector<at::Tensor> train_sharded(const std::shared_ptr<torch::nn::Module>& 
       if (leaf.grad().defined()) leaf.sub_(leaf.grad(), 0.1);
       leaf.mutable_grad().reset();
     }
-    fsdp.after_step();
+    fsdp.after_step(leaves);
   }
   for (const at::Tensor& leaf : leaves) result.push_back(leaf.detach().clone());
   return result;

@@ -429,7 +429,7 @@ TEST(Fsdp, StateDictsOfEveryTypeComeBack) {
     torch::manual_seed(6);
     EXPECT_TRUE(at::allclose(output, plain.forward(input), 0, 1e-9));
     zoo::loss_of(output).backward();
-    fsdp.after_zero_grad();
+    fsdp.before_zero_grad(leaves_of(fsdp));
 
     auto wrong = state;
     wrong.front().name = "nobody";

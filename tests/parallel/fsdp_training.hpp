@@ -125,10 +125,10 @@ inline History train_sharded(zoo::Specimen& specimen, Fsdp& fsdp, int steps, int
       fsdp.after_backward();
       run.losses.push_back(loss.item<double>());
     }
-    fsdp.check_gradients();
+    fsdp.check_gradients(leaves_of(fsdp));
     run.norms.push_back(fsdp.grad_norm(2).item<double>());
     adam.step();
-    fsdp.after_step();
+    fsdp.after_step(leaves_of(fsdp));
     adam.zero_grad();
   }
   return run;

@@ -129,10 +129,10 @@ TEST(Fsdp, PartsThatOneRankLeavesOutKeepNobodyWaiting) {
       fsdp.before_forward({});
       net->forward(at::ones({2, 4}), left_out).sum().backward();
       fsdp.after_backward();
-      fsdp.check_gradients();
+      fsdp.check_gradients(leaves_of(fsdp));
       expect_gradients_of(*plain, fsdp);
       for (const at::Tensor& leaf : leaves_of(fsdp)) at::Tensor(leaf).mutable_grad().reset();
-      fsdp.after_zero_grad();
+      fsdp.before_zero_grad(leaves_of(fsdp));
     }
     fsdp.restore();
   }
@@ -181,9 +181,9 @@ TEST(Fsdp, MisuseIsNamedOnEveryRank) {
   // Stepping in the middle of an accumulation.
   fsdp.before_forward({.grad_enabled = true, .sync = false});
   zoo::loss_of(specimen.forward(specimen.input(2))).backward();
-  EXPECT_THROW(fsdp.check_gradients(), StateError);
-  fsdp.after_step();
-  fsdp.check_gradients();
+  EXPECT_THROW(fsdp.check_gradients(leaves_of(fsdp)), StateError);
+  fsdp.before_zero_grad(leaves_of(fsdp));
+  fsdp.check_gradients(leaves_of(fsdp));
   fsdp.restore();
   EXPECT_THROW(fsdp.before_forward({}), StateError);
 }

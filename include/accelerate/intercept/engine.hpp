@@ -90,14 +90,23 @@ class Engine final : public TaggedStorage::Owner {
 
   /// Starts to bring the next `units` of the trace now, beside those that EngineOptions asks for.
   void prefetch(int units);
-  /// What is at home has changed: what is in memory is out of date.
+  /// What is at home has changed: what is in memory is out of date. Raises the versions of all
+  /// parameters, so that a graph that saved one says so instead of computing with other values than
+  /// its forward had, as after an optimizer that steps in place.
   void refresh();
+  /// The same for one unit, of which only these parameters changed.
+  void refresh(const Unit& unit, const std::vector<bool>& changed);
   /// Ends interception: every parameter is again an ordinary tensor with its values whole, in the
   /// user's dtype.
   void restore();
-  /// Throws StateError when a parameter was moved or cast since it was tagged. In a scope of full
-  /// parameters it has nothing to say.
-  void check_tagged() const;
+  /// Parameters that `set_data` pointed at other data of the same kind (as
+  /// `torch::nn::utils::vector_to_parameters` and `torch::load` do) come back with its values.
+  /// Does nothing in a scope of full parameters.
+  void take_assigned();
+  /// After `take_assigned`: throws StateError when a parameter was moved or cast since it was
+  /// tagged. In a scope of full parameters it has nothing to say.
+  void check_tagged();
+  bool has_full_parameters() const noexcept { return full_scopes_ > 0; }
 
   /// While one lives, the user's parameters are ordinary tensors, whole, in the user's own dtype.
   class FullParameters {
@@ -111,6 +120,7 @@ class Engine final : public TaggedStorage::Owner {
     Engine& engine_;
     bool write_back_;
     std::vector<at::Tensor> flats_;
+    std::vector<Unit::Accumulators> accumulators_;
   };
   /// With `write_back`, values changed in the scope are kept.
   FullParameters full_parameters(bool write_back) { return {*this, write_back}; }
@@ -135,6 +145,7 @@ class Engine final : public TaggedStorage::Owner {
     State state = State::absent;
     at::Tensor buffer;      // while arriving; the memory kept while absent when it stays always
     bool in_trace = false;  // this pass's trace has it and need not see it again
+    bool stale = false;     // resident and out of date: an operator was using it
   };
 
   template <class Act>
@@ -143,6 +154,9 @@ class Engine final : public TaggedStorage::Owner {
   bool stays(const Entry& entry) const noexcept;
   void start(Entry& entry, bool ahead);
   void finish(Entry& entry);
+  void bring_anew(Entry& entry);
+  void take_assigned(Unit& unit);
+  void outdate(Entry& entry);
   void let_go(Entry& entry);
   void empty(Entry& entry);
   std::vector<int> next_units() const;

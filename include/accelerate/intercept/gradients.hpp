@@ -31,14 +31,27 @@ class GradientSink {
   virtual ~GradientSink() = default;
   /// One unit's gradients of this backward (and of those before it that did not reduce) are
   /// complete. Units come in the reverse of the order in which the forward used them, whatever
-  /// order their gradients come in: the same on every rank.
+  /// order their gradients come in: the same on every rank. A unit comes a second time where
+  /// several backwards that belong together reached it; both are to be added.
   virtual void reduce(const Unit& unit, UnitGradients gradients) = 0;
   /// The backward pass is over; if it `reduced`, all units were given to `reduce`.
   virtual void finish(bool reduced) = 0;
+  /// The last backward failed: what `reduce` began is to be ended, and nothing more will come.
+  virtual void abandon() {}
+  /// A backward fails now; no other rank knows. Must not wait.
+  virtual void failed() noexcept {}
 };
+
+/// Parameters of an engine's units: by unit, by parameter.
+using ParameterSet = std::vector<std::vector<bool>>;
 
 /// Collects the gradients of units during backward. Parameters' own `.grad` stay undefined: each is
 /// moved into its unit's buffer as soon as it is whole.
+///
+/// Backwards that overlap (one inside another, or on several threads), and those inside one
+/// `begin`, are a session: units are given to the sink once for all of them, and the session ends
+/// with the last. A backward that fails gives nothing more; the parameters that it was to reach are
+/// `partial` until they are cleared.
 class Gradients {
  public:
   /// `dtype` is what gradients are collected and reduced in; the parameters' own unless set.
@@ -50,22 +63,46 @@ class Gradients {
 
   /// Whether the next backward gives its gradients to the sink, or keeps them for a later one.
   void set_reduce(bool reduce);
-  /// Gradients were kept that no backward has given to the sink yet.
-  bool keeps_gradients() const;
-  /// Forgets gradients that were kept, and the remains of a backward that failed.
-  void clear();
+  /// What backwards run until `end` belongs together. Calls nest. `failed`: an exception ended it.
+  /// Without them a backward ends when autograd says so.
+  void begin();
+  void end(bool failed);
+  /// Ends what a backward that failed left open. May wait for the other ranks.
+  void settle();
+
+  /// Gradients of one of these were kept that no backward has given to the sink yet.
+  bool keeps(const ParameterSet& parameters) const;
+  /// One of these whose gradient is only a part, because a backward failed; null when there is
+  /// none.
+  const UnitParameter* partial(const ParameterSet& parameters) const;
+  /// Forgets what was kept of these, and that they are partial.
+  void clear(const ParameterSet& parameters);
+  /// No parameter, to be filled in.
+  ParameterSet none() const;
 
  private:
   struct Hook;
+  struct Link;
   struct Collected {
     UnitGradients gradients;
-    std::vector<bool> expected;  // by this backward: its graph reaches the parameter
-    std::vector<bool> arrived;   // in this backward
+    std::vector<bool> partial;
+    bool given = false;  // in this session
+  };
+  // A backward pass: one graph task of autograd.
+  struct Task {
+    int id = -1;
+    ParameterSet expected;  // its graph reaches them
+    ParameterSet awaited;   // of these, what has not come yet
   };
 
   void receive(std::size_t unit, std::size_t parameter);
-  void begin_backward(int task);
-  void end_backward(int task);
+  void collect(std::size_t unit, std::size_t parameter);
+  Task& present_task();
+  void begin_session();
+  void task_over(int id, bool failed);
+  bool end_session_if_over();
+  void note_failure() noexcept;
+  void spoil(const ParameterSet& parameters);
   void open(std::size_t unit);
   bool complete(std::size_t unit) const;
   void give(std::size_t unit);
@@ -74,10 +111,19 @@ class Gradients {
   Engine& engine_;
   GradientSink& sink_;
   std::optional<at::ScalarType> dtype_;
+  std::shared_ptr<Link> link_;
   std::vector<Collected> collected_;
-  std::vector<int> order_;      // of reduction, in this backward
+  std::vector<Task> tasks_;  // that are under way
+  int scopes_ = 0;
+  bool in_session_ = false;
+  ParameterSet reached_;        // by any task of this session
+  std::vector<int> order_;      // of reduction, in this session
   std::size_t next_given_ = 0;  // in order_
-  int task_ = -1;               // the backward that is under way
+  // Gradients of a unit may come after it seemed complete: this session has several backwards, and
+  // the last one had. Then units are given when all is over.
+  bool several_ = false;
+  bool had_several_ = false;
+  bool failed_ = false;  // and `settle` has not been called since
   bool reduce_ = true;
 };
 

@@ -4,9 +4,14 @@
 #include <accelerate/intercept/layout.hpp>
 #include <accelerate/intercept/tagged_storage.hpp>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
+
+namespace torch::autograd {
+struct Node;
+}
 
 namespace accelerate::intercept {
 
@@ -52,10 +57,24 @@ class Unit {
   void tag();
   /// Points the user's parameters at their places in `flat`, an ordinary tensor.
   void untag(const at::Tensor& flat);
-  /// Throws StateError, naming the parameter, when someone has pointed one elsewhere since `tag`.
+  /// No one has pointed a parameter elsewhere since `tag`.
+  bool is_tagged() const;
+  /// Throws StateError, naming the parameter, unless `is_tagged`.
   void check_tagged() const;
+  /// Parameters that were pointed at other data of the same shape, device and dtype (the user's or
+  /// the one they are computed in) are tagged again, after `take(parameter, flat)` with the new
+  /// values at their place in a flat buffer.
+  void take_assigned(const std::function<void(const UnitParameter&, const at::Tensor& flat)>& take);
+  /// By parameter: the node of autograd's graphs where its gradient ends. `tag` and `untag` may
+  /// have the next graph make another one; with these set again, graphs of before are good.
+  using Accumulators = std::vector<std::weak_ptr<torch::autograd::Node>>;
+  Accumulators accumulators() const;
+  void set_accumulators(const Accumulators& accumulators);
 
  private:
+  void tag(const UnitParameter& parameter);
+  bool is_tagged(const UnitParameter& parameter) const;
+
   at::ScalarType dtype_;
   std::vector<UnitParameter> parameters_;
   Layout layout_;
@@ -68,7 +87,8 @@ class Residency {
  public:
   virtual ~Residency() = default;
   /// Starts to fill a flat buffer with the unit's parameters in its compute dtype, and returns it.
-  /// `reuse` is the unit's buffer of before when it kept its memory, else undefined.
+  /// `reuse` is the unit's buffer of before when it kept its memory, else undefined. It is to be
+  /// used: an operator may still read it.
   virtual at::Tensor start_bring(const Unit& unit, at::Tensor reuse) = 0;
   /// Returns when `contents`, which start_bring returned, is filled.
   virtual void finish_bring(const Unit& unit, const at::Tensor& contents) = 0;

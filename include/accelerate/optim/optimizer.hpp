@@ -96,6 +96,7 @@ class OptimizerCore {
   std::shared_ptr<GradScaler> scaler_;
   SkipsOnDevice* skips_on_device_ = nullptr;
   std::vector<std::shared_ptr<parallel::Strategy>> strategies_;
+  std::vector<std::vector<at::Tensor>> leaves_;  // of each, those that this optimizer owns
   std::optional<double> max_norm_;
   std::int64_t normalised_window_ = -1;
   std::int64_t steps_ = 0;

@@ -80,10 +80,10 @@ class Ddp final : public Strategy {
                      const std::vector<at::Tensor>& outputs) override;
   bool wants_outputs() const noexcept override;
   void after_backward() override;
+  void backward_failed() noexcept override;
   void sync_in_next_backward() override;
-  void check_gradients() override;
-  void after_step() override;
-  void after_zero_grad() override;
+  void check_gradients(const std::vector<at::Tensor>& leaves) override;
+  void before_zero_grad(const std::vector<at::Tensor>& leaves) override;
   at::Tensor grad_norm(double p) const override;
   void scale_gradients_(const at::Tensor& factor) override;
   void clip_grad_value_(double limit) override;

@@ -143,9 +143,12 @@ class Fsdp final : public Strategy {
                      const std::vector<at::Tensor>& outputs) override;
   void sync_in_next_backward() override;
   at::Tensor optimizer_leaf(const at::Tensor& parameter) const override;
-  void check_gradients() override;
-  void after_step() override;
-  void after_zero_grad() override;
+  void before_backward() override;
+  void after_backward() override;
+  void backward_failed() noexcept override;
+  void check_gradients(const std::vector<at::Tensor>& leaves) override;
+  void after_step(const std::vector<at::Tensor>& leaves) override;
+  void before_zero_grad(const std::vector<at::Tensor>& leaves) override;
   at::Tensor grad_norm(double p) const override;
   void scale_gradients_(const at::Tensor& factor) override;
   void clip_grad_value_(double limit) override;
@@ -158,6 +161,7 @@ class Fsdp final : public Strategy {
   /// Ends interception as well. Nothing is left to train then: every other member throws
   /// StateError.
   void restore() override;
+  bool is_restored() const noexcept override;
   bool owns_leaves() const noexcept override { return true; }
 
   /// One line for each unit: its name, how many parameters, and how many bytes while whole.

@@ -72,22 +72,26 @@ class Strategy {
   virtual void after_forward(const ForwardContext&, const std::vector<at::Tensor>& /*outputs*/) {}
   /// True when after_forward wants the outputs (collecting them costs a walk over the tree).
   virtual bool wants_outputs() const noexcept { return false; }
-  /// Called by `Accelerator::backward` when the backward pass has returned.
+  /// Around the backward pass that `Accelerator::backward` runs; `backward_failed` in place of
+  /// `after_backward` when an exception ended it. Calls nest, and may come from several threads.
+  virtual void before_backward() {}
   virtual void after_backward() {}
+  virtual void backward_failed() noexcept {}
   /// Has the next backward reduce the gradients although its forward ran without sync.
   virtual void sync_in_next_backward() {}
 
   /// The leaf the optimizer owns in place of a module's parameter: the parameter itself unless it
   /// is sharded. Undefined when `parameter` is not the module's.
   virtual at::Tensor optimizer_leaf(const at::Tensor& parameter) const;
-  /// Called before an optimizer over this module's parameters steps. Throws StateError when the
-  /// gradients are not what training needs, for example those of a forward that went around the
-  /// prepared module and so were never reduced.
-  virtual void check_gradients();
-  /// Called after an optimizer over this module's parameters stepped, and after its gradients were
-  /// cleared, which may be between a forward and its backward.
-  virtual void after_step() {}
-  virtual void after_zero_grad() {}
+  /// Around an optimizer's work. `leaves` are those of this module's that it owns (see
+  /// `optimizer_leaf`): the others belong to other optimizers, or to none, and are left alone.
+  /// Called before it steps. Throws StateError when the gradients are not what training needs, for
+  /// example those of a forward that went around the prepared module and so were never reduced.
+  virtual void check_gradients(const std::vector<at::Tensor>& leaves);
+  /// Called after it stepped.
+  virtual void after_step(const std::vector<at::Tensor>& leaves) {}
+  /// Called before it clears its gradients, which may be between a forward and its backward.
+  virtual void before_zero_grad(const std::vector<at::Tensor>& leaves) {}
 
   /// The p-norm of all gradients, over all ranks. p may be infinity.
   virtual at::Tensor grad_norm(double p) const;
@@ -118,6 +122,8 @@ class Strategy {
   virtual std::shared_ptr<void> summon_full_params(bool write_back);
   /// Ends it: the module is again as the user made it, with its parameters whole. Collective.
   virtual void restore() {}
+  /// `restore` was called, so that the module can be prepared anew.
+  virtual bool is_restored() const noexcept { return false; }
   /// True when a rank's gradients are not in the user's parameters, so only a prepared optimizer
   /// can step.
   virtual bool owns_leaves() const noexcept { return false; }
