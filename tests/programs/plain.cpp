@@ -178,6 +178,7 @@ std::filesystem::path Plain::load_state(const std::filesystem::path& folder) {
     const auto alive = optimizers_[i].alive.lock();
     if (!alive) continue;
     std::istringstream stream(saved.optimizers[i]);
+    alive->state().clear();  // LibTorch leaves what the file has nothing for
     torch::load(*alive, stream);
   }
   at::Generator generator = at::detail::getDefaultCPUGenerator();
