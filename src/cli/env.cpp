@@ -100,7 +100,8 @@ void run() {
     for (const char* prefix : {"ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "RANK",
                                "WORLD_SIZE", "LOCAL_", "MASTER_"}) {
       if (name.starts_with(prefix))
-        std::cout << "variable:            " << name << "=" << value << "\n";
+        std::cout << "variable:            " << name << "="
+                  << (name == "ACCELERATE_SECRET" ? "(not shown)" : value) << "\n";
     }
   }
 }
