@@ -494,12 +494,12 @@ TEST(Failure, UnderMpirunToo) {
 
 TEST(Failure, AnExitUnderMpirunEndsAllAtOnce) {
   if (std::string(ACCELERATE_TEST_MPIEXEC).empty()) GTEST_SKIP() << "no MPI was found";
-  const auto start = Clock::now();
   const Outcome outcome = under_mpirun("exit");
   EXPECT_NE(outcome.status, 0) << outcome;
   EXPECT_TRUE(outcome.has("its process ended with exit code 7") || outcome.has("Exit code:    7"))
       << outcome;
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10)) << outcome;
+  // What they say when they wait for a rank that seems to be done.
+  EXPECT_FALSE(outcome.has("has left the run")) << outcome;
 }
 
 TEST(Failure, WhatNobodyWaitedForEndsBeforeMpiDoes) {
