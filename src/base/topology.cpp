@@ -3,6 +3,13 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -203,12 +210,59 @@ std::optional<Topology> from_slurm(const Environment& environment) {
           "rank 0 is. Set MASTER_ADDR "
           "and MASTER_PORT.");
     }
+    if (topology.num_nodes == 1) topology.master_addr = "127.0.0.1";
     // The same on every rank, and unlikely to be another job's on that host.
     const auto job = environment.get_int("SLURM_JOB_ID").value_or(0);
     const auto step = environment.get_int("SLURM_STEP_ID").value_or(0);
     topology.master_port = static_cast<int>(15000 + ((job * 37 + step) % 15000 + 15000) % 15000);
   }
   return topology;
+}
+
+constexpr std::size_t kShortestSecret = 16;
+
+std::string read_secret_file(const std::string& path) {
+  const auto refuse = [&](const std::string& why) {
+    throw ConfigError(concat("ACCELERATE_SECRET_FILE names ", path, ", which ", why,
+                             ". It has to be a file with a secret of at least ", kShortestSecret,
+                             " characters in its first line, which nobody but its owner may read "
+                             "(chmod 600). Such as: (umask 077; openssl rand -hex 32 > ",
+                             path, ")"));
+  };
+  // A pipe would be waited for.
+  const int file = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  if (file < 0) refuse(concat("cannot be opened (", std::strerror(errno), ")"));
+  struct stat status {};
+  std::array<char, 4096> content{};
+  const bool plain = ::fstat(file, &status) == 0 && S_ISREG(status.st_mode);
+  const auto size = plain ? ::read(file, content.data(), content.size()) : -1;
+  ::close(file);
+  if (!plain) refuse("is no file");
+  if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) refuse("others may read or write");
+  if (size < 0) refuse("cannot be read");
+  const std::string_view text(content.data(), static_cast<std::size_t>(size));
+  const std::string secret(text::trim(text.substr(0, text.find('\n'))));
+  if (secret.size() < kShortestSecret) refuse("holds a shorter one");
+  return secret;
+}
+
+std::string read_secret(const Environment& environment) {
+  const auto secret = environment.get("ACCELERATE_SECRET");
+  const auto file = environment.get("ACCELERATE_SECRET_FILE");
+  if (secret && file) {
+    throw ConfigError(
+        "ACCELERATE_SECRET and ACCELERATE_SECRET_FILE are both set, and a run has one secret. "
+        "Unset one of the two.");
+  }
+  if (file) return read_secret_file(*file);
+  // The secret itself is never written anywhere.
+  if (secret && secret->size() < kShortestSecret) {
+    throw ConfigError(concat("ACCELERATE_SECRET has ", secret->size(), " characters, and at least ",
+                             kShortestSecret,
+                             " were expected, so that nobody can guess it. Such as what openssl "
+                             "rand -hex 32 writes."));
+  }
+  return secret.value_or("");
 }
 
 }  // namespace
@@ -259,6 +313,7 @@ Topology detect_topology(const Environment& environment) {
   } else if (auto slurm = from_slurm(environment)) {
     topology = *slurm;
   }
+  if (topology.kind != LaunchKind::single) topology.secret = read_secret(environment);
   if (const auto file = environment.get("ACCELERATE_RENDEZVOUS_FILE")) {
     if (topology.kind == LaunchKind::single) {
       throw ConfigError(

@@ -101,7 +101,11 @@ void run() {
     for (const char* prefix : {"ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "RANK",
                                "WORLD_SIZE", "LOCAL_", "MASTER_"}) {
       if (name.starts_with(prefix))
-        std::cout << "variable:            " << text::printable(name + "=" + value) << "\n";
+        std::cout << "variable:            "
+                  << text::printable(name + "=" +
+                                     (name == "ACCELERATE_SECRET" ? "(not shown)" : value))
+                  << "
+";
     }
   }
 }

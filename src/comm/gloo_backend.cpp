@@ -1,6 +1,8 @@
 // The only file that sees gloo's interface, through the declarations in gloo_shim/.
 #include "comm/gloo_backend.hpp"
 
+#include <accelerate/base/environment.hpp>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
@@ -86,9 +88,17 @@ class GlooBackend final : public c10d::ProcessGroupGloo {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
-                                                    std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<GlooBackend>(store, rank, size,
-                                          c10d::ProcessGroupGloo::Options::create_default(timeout));
+                                                    std::chrono::milliseconds timeout,
+                                                    const std::string& interface) {
+  using Options = c10d::ProcessGroupGloo::Options;
+  c10::intrusive_ptr<Options> options;
+  if (interface.empty() || Environment::process().has("GLOO_SOCKET_IFNAME")) {
+    options = Options::create_default(timeout);
+  } else {
+    options = Options::create(timeout);
+    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(interface));
+  }
+  return c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));
 }
 
 c10::intrusive_ptr<c10d::Backend> check_calls(c10::intrusive_ptr<c10d::Backend> backend,

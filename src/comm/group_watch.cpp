@@ -14,6 +14,14 @@ using std::chrono::milliseconds;
 using text::concat;
 using Clock = std::chrono::steady_clock;
 
+namespace {
+
+/// A rank that leaves has finished its own part of every operation before it says so. What it sent
+/// is in the system's buffers then, and arrives within this time.
+constexpr std::chrono::seconds kOnTheWay{3};
+
+}  // namespace
+
 GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
                        milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world)
     : name_(std::move(name)),
@@ -61,7 +69,8 @@ std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName&
                                           const std::exception_ptr& cause) const {
   const int world_rank = global_ranks_[static_cast<std::size_t>(rank_)];
   const std::string message =
-      loss.rank == world_rank
+      loss.own ? concat(name.text(), " failed because this rank left the run: ", loss.reason, ".")
+      : loss.rank == world_rank
           ? concat(name.text(), " failed because the other ranks gave this one up: ", loss.reason,
                    ". Was the process stopped, or its machine asleep? The time allowed is "
                    "ACCELERATE_HEARTBEAT_TIMEOUT, in seconds.")
@@ -137,6 +146,12 @@ void GroupWatch::remove(ObservedWork* work) {
   works_.erase(work);
 }
 
+bool GroupWatch::has_works() const {
+  const auto works = under_way();
+  return std::any_of(works.begin(), works.end(),
+                     [](const auto& work) { return work->ends_by_itself(); });
+}
+
 std::vector<c10::intrusive_ptr<ObservedWork>> GroupWatch::under_way() const {
   std::vector<c10::intrusive_ptr<ObservedWork>> works;
   const std::lock_guard lock(mutex_);
@@ -160,7 +175,7 @@ void GroupWatch::tick() {
   for (const auto& gone : liveness_->departures()) {
     const auto member = std::find(global_ranks_.begin(), global_ranks_.end(), gone.rank);
     // What it sent before it left may still be on its way.
-    if (member == global_ranks_.end() || now - gone.when < liveness_->patience()) continue;
+    if (member == global_ranks_.end() || now - gone.when < kOnTheWay) continue;
     const int in_group = static_cast<int>(member - global_ranks_.begin());
     for (const auto& work : works) {
       if (work->peer() >= 0 && work->peer() != in_group) continue;

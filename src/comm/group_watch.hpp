@@ -57,6 +57,8 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
 
   void add(const c10::intrusive_ptr<ObservedWork>& work);
   void remove(ObservedWork* work);
+  /// Whether anything is under way that ends without being waited for.
+  bool has_works() const;
 
   void peer_lost(const Loss& loss) override;
   void tick() override;
@@ -105,6 +107,7 @@ class ObservedWork final : public c10d::Work {
 
   const OperationName& name() const noexcept { return name_; }
   int peer() const noexcept { return peer_; }
+  bool ends_by_itself() const noexcept { return !waits_for_inner_; }
   /// Ends it with an error unless it has ended.
   void fail(const std::exception_ptr& error);
   /// The failure that waits for an explanation, if its time has come.

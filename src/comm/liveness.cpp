@@ -1,18 +1,15 @@
 #include "comm/liveness.hpp"
 
+#include "comm/rendezvous.hpp"
+#include "net/gate.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <fcntl.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,70 +24,61 @@ using text::concat;
 
 namespace {
 
+constexpr const char* kOperation = "rendezvous";
 constexpr const char* kPortKey = "liveness/port";
 constexpr int kMostNamed = 8;
+/// A rank that was silent for so long is named in the log, unless it is about to be given up.
+constexpr milliseconds kNoticeable{3000};
 
-[[noreturn]] void fail(const std::string& what, int rank) {
+[[noreturn]] void set_up_failed(const std::string& what, int rank) {
   throw DistributedError(
-      concat("Rank ", rank, " could not set up the watch over the other processes: ", what, " (",
-             std::strerror(errno), ")."),
-      "rendezvous", rank);
-}
-
-void set_up(int socket) {
-  const int on = 1;
-  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
-  ::fcntl(socket, F_SETFD, FD_CLOEXEC);
-}
-
-/// Waits for one socket. False when nothing came in time.
-bool ready(int socket, short events, milliseconds timeout) {
-  pollfd waiting{socket, events, 0};
-  return ::poll(&waiting, 1, static_cast<int>(std::max<std::int64_t>(timeout.count(), 0))) > 0;
+      concat("Rank ", rank, " could not set up the watch over the other processes: ", what, "."),
+      kOperation, rank);
 }
 
 }  // namespace
 
 /// All that is ever said, one size for all.
 struct Liveness::Message {
-  enum Kind : std::uint32_t { hello = 0xacce1e00, beat, goodbye, departed, lost };
+  enum Kind : std::uint32_t { beat = 0xacce1e00, goodbye, failing, departed, lost };
   Kind kind = beat;
-  /// hello, goodbye: the sender. departed, lost: who.
+  /// departed, lost: who. Otherwise the sender.
   std::int32_t rank = -1;
   /// beat: how many operations the sender has started; from rank 0: the fewest of any rank.
   std::uint64_t operations = 0;
   /// beat from rank 0: ranks that have started no more than that; -1 where there are fewer.
   std::array<std::int32_t, kMostNamed> behind{-1, -1, -1, -1, -1, -1, -1, -1};
-  std::array<char, 64> reason{};
+  /// failing, lost: why.
+  std::array<char, 160> reason{};
+
+  void explain(const std::string& why) {
+    std::strncpy(reason.data(), why.c_str(), reason.size() - 1);
+  }
 };
 
-Liveness::Liveness(c10d::Store& store, const std::string& host, int rank, int world_size,
-                   milliseconds silence, milliseconds connect_timeout)
+Liveness::Liveness(const Rendezvous& met, int rank, int world_size, milliseconds silence,
+                   milliseconds connect_timeout, LauncherWatch launcher)
     : rank_(rank),
       world_size_(world_size),
       silence_(silence),
       interval_(silence.count() == 0
                     ? milliseconds(1000)
-                    : std::clamp(silence / 4, milliseconds(20), milliseconds(1000))) {
+                    : std::clamp(silence / 4, milliseconds(20), milliseconds(1000))),
+      launcher_(launcher),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wake_) set_up_failed(concat("no eventfd (", std::strerror(errno), ")"), rank_);
   try {
-    wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (wake_ < 0) fail("no eventfd", rank_);
     if (rank == 0) {
-      listen(store);
-      accept_everyone(connect_timeout);
+      accept_everyone(met, connect_timeout);
     } else {
-      connect(store, host, connect_timeout);
+      connect(met, connect_timeout);
     }
-  } catch (...) {
-    for (auto& peer : peers_) drop(peer);
-    for (const int descriptor : {listening_, wake_}) {
-      if (descriptor >= 0) ::close(descriptor);
-    }
-    throw;
+  } catch (const net::ConnectionError& error) {
+    set_up_failed(error.what(), rank_);
   }
   for (auto& peer : peers_) peer.heard = Clock::now();
   thread_ = std::thread([this] {
+    ::prctl(PR_SET_NAME, "accelerate-live");
     try {
       run();
     } catch (const std::exception& error) {
@@ -102,116 +90,54 @@ Liveness::Liveness(c10d::Store& store, const std::string& host, int rank, int wo
   });
 }
 
-Liveness::~Liveness() {
-  leave();
-  if (wake_ >= 0) ::close(wake_);
-}
+Liveness::~Liveness() { leave(); }
 
-void Liveness::listen(c10d::Store& store) {
-  listening_ = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const bool six = listening_ >= 0;
-  if (!six) listening_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (listening_ < 0) fail("no socket", rank_);
-  sockaddr_storage address{};
-  socklen_t size = 0;
-  if (six) {
-    const int off = 0;  // IPv4 comes in by the same socket
-    ::setsockopt(listening_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    reinterpret_cast<sockaddr_in6&>(address).sin6_family = AF_INET6;
-    reinterpret_cast<sockaddr_in6&>(address).sin6_addr = in6addr_any;
-    size = sizeof(sockaddr_in6);
-  } else {
-    reinterpret_cast<sockaddr_in&>(address).sin_family = AF_INET;
-    reinterpret_cast<sockaddr_in&>(address).sin_addr.s_addr = htonl(INADDR_ANY);
-    size = sizeof(sockaddr_in);
-  }
-  if (::bind(listening_, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      ::listen(listening_, world_size_) != 0) {
-    fail("it cannot listen on any port", rank_);
-  }
-  socklen_t got = sizeof address;
-  ::getsockname(listening_, reinterpret_cast<sockaddr*>(&address), &got);
-  const auto port = ntohs(six ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
-                              : reinterpret_cast<sockaddr_in&>(address).sin_port);
-  store.set(kPortKey, std::to_string(port));
-}
-
-void Liveness::accept_everyone(milliseconds timeout) {
+void Liveness::accept_everyone(const Rendezvous& met, milliseconds timeout) {
+  net::Gate gate(net::listen_at(met.place.addresses, 0), met.secret, net::Purpose::liveness,
+                 std::max<std::size_t>(256, 2 * static_cast<std::size_t>(world_size_)));
+  met.store->set(kPortKey, std::to_string(gate.port()));
+  const auto has_come = [&](int rank) {
+    return std::any_of(peers_.begin(), peers_.end(),
+                       [&](const Peer& peer) { return peer.rank == rank; });
+  };
   const auto deadline = Clock::now() + timeout;
   while (static_cast<int>(peers_.size()) < world_size_ - 1) {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-    if (left.count() <= 0 || !ready(listening_, POLLIN, left)) {
+    if (Clock::now() > deadline) {
       std::vector<int> missing;
       for (int rank = 1; rank < world_size_; ++rank) {
-        if (std::none_of(peers_.begin(), peers_.end(),
-                         [&](const Peer& peer) { return peer.rank == rank; })) {
-          missing.push_back(rank);
-        }
+        if (!has_come(rank)) missing.push_back(rank);
       }
       throw TimeoutError(concat("Rank ", text::join(missing),
                                 " met the others and did not connect to rank 0 within ",
                                 text::format_seconds(timeout.count() / 1e3),
                                 ". It ended, or a firewall is between them."),
-                         "rendezvous", rank_);
+                         kOperation, rank_);
     }
-    const int socket = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (socket < 0) continue;
-    Peer peer;
-    peer.socket = socket;
-    Message hello;
-    // Whoever knocks by mistake says nothing of ours, and is sent away.
-    const bool spoke =
-        ready(socket, POLLIN, milliseconds(2000)) &&
-        ::recv(socket, &hello, sizeof hello, MSG_WAITALL) == static_cast<ssize_t>(sizeof hello);
-    if (!spoke || hello.kind != Message::hello || hello.rank <= 0 || hello.rank >= world_size_) {
-      ::close(socket);
-      continue;
+    pollfd waiting{gate.descriptor(), POLLIN, 0};
+    ::poll(&waiting, 1, 500);
+    for (auto& visitor : gate.admit()) {
+      if (visitor.rank <= 0 || visitor.rank >= world_size_ || has_come(visitor.rank)) continue;
+      Peer peer;
+      peer.rank = visitor.rank;
+      peer.socket = std::move(visitor.socket);
+      peers_.push_back(std::move(peer));
     }
-    set_up(socket);
-    peer.rank = hello.rank;
-    peers_.push_back(std::move(peer));
   }
-  ::close(listening_);
-  listening_ = -1;
 }
 
-void Liveness::connect(c10d::Store& store, const std::string& host, milliseconds timeout) {
-  const std::string port = store.get_to_str(kPortKey);
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (const int error = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0) {
-    throw DistributedError(concat("Rank ", rank_, " cannot resolve ", host,
-                                  ", where rank 0 is: ", ::gai_strerror(error), "."),
-                           "rendezvous", rank_);
+void Liveness::connect(const Rendezvous& met, milliseconds timeout) {
+  const std::string port = met.store->get_to_str(kPortKey);
+  Peer peer;
+  peer.rank = 0;
+  try {
+    peer.socket = net::enter(met.host, static_cast<int>(text::to_int(port).value_or(0)), met.secret,
+                             net::Purpose::liveness, rank_, Clock::now() + timeout);
+  } catch (const net::ConnectionError& error) {
+    set_up_failed(
+        concat("it cannot connect to rank 0 at ", met.host, ":", port, " (", error.what(), ")"),
+        rank_);
   }
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> addresses(found, &::freeaddrinfo);
-  for (const addrinfo* address = found; address != nullptr; address = address->ai_next) {
-    const int socket = ::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (socket < 0) continue;
-    set_up(socket);
-    int error = ::connect(socket, address->ai_addr, address->ai_addrlen) == 0 ? 0 : errno;
-    if (error == EINPROGRESS) {
-      socklen_t size = sizeof error;
-      error = ETIMEDOUT;
-      if (ready(socket, POLLOUT, timeout))
-        ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
-    }
-    Peer peer;
-    peer.rank = 0;
-    peer.socket = socket;
-    Message hello;
-    hello.kind = Message::hello;
-    hello.rank = rank_;
-    if (error == 0 &&
-        ::send(socket, &hello, sizeof hello, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello)) {
-      peers_.push_back(std::move(peer));
-      return;
-    }
-    ::close(socket);
-    errno = error;
-  }
-  fail(concat("it cannot connect to rank 0 at ", host, ":", port), rank_);
+  peers_.push_back(std::move(peer));
 }
 
 void Liveness::subscribe(const std::shared_ptr<LivenessListener>& listener) {
@@ -263,7 +189,7 @@ std::vector<int> Liveness::behind() const {
 
 void Liveness::wake() const {
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(wake_, &one, sizeof one);
+  [[maybe_unused]] const auto written = ::write(wake_.number(), &one, sizeof one);
 }
 
 void Liveness::say_goodbye(milliseconds patience) {
@@ -275,6 +201,14 @@ void Liveness::say_goodbye(milliseconds patience) {
   });
 }
 
+void Liveness::say_failure(const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    failure_ = reason;
+  }
+  wake();
+}
+
 void Liveness::leave() noexcept {
   if (!thread_.joinable()) return;
   stop_ = true;
@@ -283,41 +217,35 @@ void Liveness::leave() noexcept {
   // A connection closed with unread beats in it is reset, and a reset may overtake what was said
   // last; so say that nothing more comes, and read until the other side has understood.
   for (const auto& peer : peers_) {
-    if (peer.socket >= 0) ::shutdown(peer.socket, SHUT_WR);
+    if (peer.socket) ::shutdown(peer.socket.number(), SHUT_WR);
   }
-  const auto deadline = Clock::now() + milliseconds(goodbye_ ? 200 : 0);
+  const auto deadline = Clock::now() + milliseconds(said_farewell_ ? 200 : 0);
   for (auto& peer : peers_) {
     std::array<char, 4096> rest;
-    while (peer.socket >= 0) {
-      const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-      if (left.count() <= 0 || !ready(peer.socket, POLLIN, left) ||
-          ::recv(peer.socket, rest.data(), rest.size(), 0) <= 0)
-        break;
+    while (peer.socket && net::ready(peer.socket, POLLIN, deadline) &&
+           ::recv(peer.socket.number(), rest.data(), rest.size(), 0) > 0) {
     }
-    drop(peer);
+    peer.socket.reset();
   }
 }
 
 void Liveness::run() {
   auto next_beat = Clock::now();
   auto last = Clock::now();
-  bool said_goodbye = false;
-  while (!stop_) {
-    std::vector<pollfd> waiting{{wake_, POLLIN, 0}};
+  while (true) {
+    std::vector<pollfd> waiting{{wake_.number(), POLLIN, 0}};
     for (const auto& peer : peers_)
-      waiting.push_back({peer.socket, POLLIN, 0});  // -1 is passed over
+      waiting.push_back({peer.socket.number(), POLLIN, 0});  // -1 is passed over
     const auto left = std::chrono::duration_cast<milliseconds>(next_beat - Clock::now());
     ::poll(waiting.data(), waiting.size(),
            static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, interval_.count())));
     std::uint64_t woken = 0;
-    [[maybe_unused]] const auto drained = ::read(wake_, &woken, sizeof woken);
-    if (goodbye_ && !said_goodbye) {
-      Message goodbye;
-      goodbye.kind = Message::goodbye;
-      goodbye.rank = rank_;
-      say_all(goodbye);
-      said_goodbye = true;
-    }
+    [[maybe_unused]] const auto drained = ::read(wake_.number(), &woken, sizeof woken);
+    // Looked at before the farewell, which was asked for earlier: nobody goes without having said
+    // it, however late this thread comes to it.
+    const bool stopping = stop_;
+    say_farewell();
+    if (stopping) return;
     const auto now = Clock::now();
     // This process was itself stopped for a while: it cannot say who was silent meanwhile.
     if (now - last > 2 * interval_ + milliseconds(500)) {
@@ -329,6 +257,7 @@ void Liveness::run() {
     }
     if (now >= next_beat) {
       next_beat = now + interval_;
+      look_after_launcher();
       judge_silence(now);
       beat();
       for (const auto& listener : listeners()) listener->tick();
@@ -336,16 +265,59 @@ void Liveness::run() {
   }
 }
 
+void Liveness::say_farewell() {
+  std::string failure;
+  {
+    const std::lock_guard lock(mutex_);
+    failure.swap(failure_);
+  }
+  if (said_farewell_ || (failure.empty() && !goodbye_)) return;
+  said_farewell_ = true;
+  Message message;
+  message.kind = failure.empty() ? Message::goodbye : Message::failing;
+  message.rank = rank_;
+  message.explain(failure);
+  say_all(message);
+}
+
+/// This rank cannot go on, and says so itself.
+void Liveness::fail(const std::string& reason) {
+  say_failure(reason);
+  say_farewell();
+  {
+    const std::lock_guard lock(mutex_);
+    if (loss_) return;
+    loss_ = Loss{rank_, reason, true};
+  }
+  changed_.notify_all();
+  for (const auto& listener : listeners()) listener->peer_lost(Loss{rank_, reason, true});
+}
+
+void Liveness::look_after_launcher() {
+  if (said_farewell_ || !launcher_.gone()) return;
+  log::error("The torchrun that started this process has ended, and so does the run.");
+  fail("the torchrun that started it has ended");
+}
+
 void Liveness::read(Peer& peer) {
   std::array<std::uint8_t, 4096> buffer;
-  while (peer.socket >= 0) {
-    const auto size = ::recv(peer.socket, buffer.data(), buffer.size(), 0);
+  while (peer.socket) {
+    const auto size = ::recv(peer.socket.number(), buffer.data(), buffer.size(), 0);
     if (size > 0) {
-      peer.heard = Clock::now();
+      const auto now = Clock::now();
+      if (std::exchange(peer.noticed, false)) {
+        log::warning(
+            concat("Rank ", peer.rank, " is heard again, after ",
+                   text::format_seconds(std::chrono::duration<double>(now - peer.heard).count()),
+                   "."),
+            log::Ranks::all);
+      }
+      peer.heard = now;
       peer.received.insert(peer.received.end(), buffer.begin(), buffer.begin() + size);
       while (peer.received.size() >= sizeof(Message)) {
         Message message;
         std::memcpy(&message, peer.received.data(), sizeof message);
+        message.reason.back() = '\0';
         peer.received.erase(peer.received.begin(), peer.received.begin() + sizeof message);
         handle(peer, message);
       }
@@ -354,7 +326,7 @@ void Liveness::read(Peer& peer) {
     if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (size < 0 && errno == EINTR) continue;
     const int rank = peer.rank;
-    drop(peer);
+    peer.socket.reset();
     if (!has_departed(rank)) {
       declare_lost(rank, "its process ended");
     } else if (rank_ != 0) {
@@ -368,6 +340,9 @@ void Liveness::read(Peer& peer) {
 }
 
 void Liveness::handle(Peer& peer, const Message& message) {
+  // Rank 0 speaks for all; the others for themselves.
+  const bool of_another = message.kind == Message::departed || message.kind == Message::lost;
+  if (of_another && (rank_ == 0 || message.rank < 0 || message.rank >= world_size_)) return;
   switch (message.kind) {
     case Message::beat:
       peer.operations = message.operations;
@@ -381,7 +356,10 @@ void Liveness::handle(Peer& peer, const Message& message) {
       }
       break;
     case Message::goodbye:
-      declare_departed(message.rank);
+      declare_departed(peer.rank);
+      break;
+    case Message::failing:
+      declare_lost(peer.rank, message.reason.data());
       break;
     case Message::departed:
       declare_departed(message.rank);
@@ -389,17 +367,31 @@ void Liveness::handle(Peer& peer, const Message& message) {
     case Message::lost:
       declare_lost(message.rank, message.reason.data());
       break;
-    case Message::hello:
-      break;
   }
 }
 
 void Liveness::judge_silence(Clock::time_point now) {
-  if (silence_.count() == 0) return;
+  const bool ends = silence_.count() > 0;
   for (auto& peer : peers_) {
-    if (peer.socket < 0 || now - peer.heard <= silence_ || has_departed(peer.rank)) continue;
-    declare_lost(peer.rank,
-                 concat("it has been silent for ", text::format_seconds(silence_.count() / 1e3)));
+    if (!peer.socket || has_departed(peer.rank)) continue;
+    const auto quiet = now - peer.heard;
+    if (ends && quiet > silence_) {
+      declare_lost(peer.rank,
+                   concat("it has been silent for ", text::format_seconds(silence_.count() / 1e3)));
+    } else if (quiet > kNoticeable && (!ends || silence_ > kNoticeable + interval_) &&
+               !std::exchange(peer.noticed, true) && rank_ <= 1) {
+      // Of the ranks that miss rank 0, one says so.
+      const std::string end = ends ? concat("The run ends when it has been silent for ",
+                                            text::format_seconds(silence_.count() / 1e3),
+                                            " (ACCELERATE_HEARTBEAT_TIMEOUT).")
+                                   : std::string("The run waits for it.");
+      log::warning(concat("Rank ", peer.rank, " has been silent for ",
+                          text::format_seconds(kNoticeable.count() / 1e3),
+                          ". Was its process stopped, is its machine out of memory or its network "
+                          "down? ",
+                          end),
+                   log::Ranks::all);
+    }
   }
 }
 
@@ -429,10 +421,10 @@ void Liveness::beat() {
 }
 
 void Liveness::say(const Peer& peer, const Message& message) const {
-  if (peer.socket < 0) return;
+  if (!peer.socket) return;
   // A full buffer means that the other side reads nothing; its silence will tell.
   [[maybe_unused]] const auto sent =
-      ::send(peer.socket, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      ::send(peer.socket.number(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 void Liveness::say_all(const Message& message) const {
@@ -449,7 +441,7 @@ void Liveness::declare_lost(int rank, const std::string& reason) {
     Message message;
     message.kind = Message::lost;
     message.rank = rank;
-    std::strncpy(message.reason.data(), reason.c_str(), message.reason.size() - 1);
+    message.explain(reason);
     say_all(message);
   }
   changed_.notify_all();
@@ -470,11 +462,6 @@ void Liveness::declare_departed(int rank) {
     message.rank = rank;
     say_all(message);
   }
-}
-
-void Liveness::drop(Peer& peer) {
-  if (peer.socket >= 0) ::close(peer.socket);
-  peer.socket = -1;
 }
 
 }  // namespace accelerate::comm

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "comm/launcher_watch.hpp"
+#include "net/socket.hpp"
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,16 +14,16 @@
 #include <thread>
 #include <vector>
 
-namespace c10d {
-class Store;
-}
-
 namespace accelerate::comm {
+
+struct Rendezvous;
 
 /// The first rank that was lost, and how that was noticed ("its process ended").
 struct Loss {
   int rank = -1;
   std::string reason;
+  /// It is this rank, which said so itself.
+  bool own = false;
 };
 
 /// Is told, on the watch's own thread, what the watch finds out.
@@ -35,13 +38,13 @@ class LivenessListener {
 /// Knows which processes of the run are alive. Every rank keeps one connection to rank 0 and sends
 /// a beat along it; rank 0 tells all who was lost. The end of a process closes its connection and
 /// is noticed at once; one that hangs or whose machine is gone is noticed by its silence. Apart
-/// from the store, because a store's connection can be blocked for long by one who waits.
+/// from the store, which may be torchrun's. Only those who hold the run's secret are connected to.
 class Liveness {
  public:
-  /// Rank 0 listens and leaves its port in the store; the others connect to `host`. `silence` is
-  /// how long a rank may say nothing; zero: as long as it likes.
-  Liveness(c10d::Store& store, const std::string& host, int rank, int world_size,
-           std::chrono::milliseconds silence, std::chrono::milliseconds connect_timeout);
+  /// Rank 0 listens and leaves its port in the store; the others connect to it. `silence` is how
+  /// long a rank may say nothing; zero: as long as it likes.
+  Liveness(const Rendezvous& met, int rank, int world_size, std::chrono::milliseconds silence,
+           std::chrono::milliseconds connect_timeout, LauncherWatch launcher = LauncherWatch({}));
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
@@ -68,6 +71,8 @@ class Liveness {
   /// Tells the others that this rank goes of its own accord, then waits up to `patience` for them
   /// to go too.
   void say_goodbye(std::chrono::milliseconds patience);
+  /// Tells the others that this rank fails, and why ("it ended with exit code 1").
+  void say_failure(const std::string& reason);
   /// Ends the watch.
   void leave() noexcept;
 
@@ -76,19 +81,23 @@ class Liveness {
   struct Message;
   struct Peer {
     int rank = -1;
-    int socket = -1;
+    net::Descriptor socket;
     Clock::time_point heard;
+    /// Its silence has been said.
+    bool noticed = false;
     std::uint64_t operations = 0;
     std::vector<std::uint8_t> received;
   };
 
-  void listen(c10d::Store& store);
-  void accept_everyone(std::chrono::milliseconds timeout);
-  void connect(c10d::Store& store, const std::string& host, std::chrono::milliseconds timeout);
+  void accept_everyone(const Rendezvous& met, std::chrono::milliseconds timeout);
+  void connect(const Rendezvous& met, std::chrono::milliseconds timeout);
   void run();
   void read(Peer& peer);
   void handle(Peer& peer, const Message& message);
   void judge_silence(Clock::time_point now);
+  void look_after_launcher();
+  void say_farewell();
+  void fail(const std::string& reason);
   void beat();
   void wake() const;
   void say(const Peer& peer, const Message& message) const;
@@ -96,24 +105,26 @@ class Liveness {
   void declare_lost(int rank, const std::string& reason);
   void declare_departed(int rank);
   bool has_departed(int rank) const;
-  void drop(Peer& peer);
   std::vector<std::shared_ptr<LivenessListener>> listeners();
 
   const int rank_;
   const int world_size_;
   const std::chrono::milliseconds silence_;
   const std::chrono::milliseconds interval_;
-  int listening_ = -1;
-  int wake_ = -1;
+  const LauncherWatch launcher_;
+  net::Descriptor wake_;
   // Rank 0: one for each other rank. Others: rank 0 alone. Touched by the thread only.
   std::vector<Peer> peers_;
   std::atomic<std::uint64_t> operations_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> goodbye_{false};
+  bool said_farewell_ = false;  // touched by the thread only
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::optional<Loss> loss_;
+  // Why this rank fails, until that is said.
+  std::string failure_;
   std::vector<Departure> departures_;
   // Not rank 0: rank 0 has closed the connection, nothing more will be heard.
   bool deaf_ = false;

@@ -30,6 +30,13 @@ c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const c10::intrusive_ptr<c10d
                                                    const std::vector<int>& global_ranks, int rank,
                                                    std::chrono::milliseconds timeout);
 
+/// This process fails, or lost another: MPI is not finalized at its end, which would wait for ranks
+/// that do not come.
+void give_mpi_up() noexcept;
+/// Ends what MPI still does for this process and finalizes MPI, if it was started here and nobody
+/// failed. For the end of the process.
+void finish_mpi(bool failed) noexcept;
+
 /// The most units one MPI call is given where a message can be cut into pieces; equal on all ranks.
 /// 2^30 unless tests, which have no memory for that many, say otherwise.
 void set_mpi_piece(std::int64_t units);

@@ -1,5 +1,8 @@
 #include "comm/mpi_progress.hpp"
 
+#include "comm/mpi_backend.hpp"
+#include "comm/world_impl.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
@@ -22,7 +25,8 @@ namespace {
 /// when the program ends: the other ranks take part in it and end with this one.
 constexpr std::chrono::seconds kGrace{1};
 
-std::atomic<bool> has_failed{false};
+std::atomic<bool> given_up{false};
+std::atomic<bool> started_here{false};
 
 /// Operations whose memory MPI may still touch. Never destroyed.
 std::vector<MpiOperation>& graveyard() {
@@ -30,9 +34,10 @@ std::vector<MpiOperation>& graveyard() {
   return *operations;
 }
 
-void finalize() {
-  if (has_failed || !mpi_is_up()) return;
-  MPI_Finalize();
+std::mutex current_mutex;
+std::weak_ptr<MpiProgress>& current() {
+  static auto* const progress = new std::weak_ptr<MpiProgress>;
+  return *progress;
 }
 
 /// How long to pause before asking again: at once at first, for an answer is often near; then
@@ -65,7 +70,8 @@ void ensure_mpi() {
     } else {
       check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided),
                 "MPI_Init_thread");
-      std::atexit(finalize);
+      started_here = true;
+      end_run_at_exit();
     }
     if (provided < MPI_THREAD_MULTIPLE) {
       throw ConfigError(
@@ -78,7 +84,16 @@ void ensure_mpi() {
   });
 }
 
-void mpi_has_failed() { has_failed = true; }
+void give_mpi_up() noexcept { given_up = true; }
+
+void finish_mpi(bool failed) noexcept {
+  if (!started_here || !mpi_is_up()) return;
+  if (failed || given_up) return;
+  // Whatever still holds a group, such as an object of static duration, must not keep the thread
+  // inside MPI.
+  MpiProgress::end();
+  if (!given_up) MPI_Finalize();
+}
 
 bool mpi_is_up() {
   int up = 0;
@@ -107,27 +122,36 @@ void MpiWork::fail(const std::exception_ptr& error) {
 }
 
 std::shared_ptr<MpiProgress> MpiProgress::get() {
-  static std::mutex mutex;
-  static std::weak_ptr<MpiProgress> current;
-  const std::lock_guard lock(mutex);
-  auto progress = current.lock();
+  const std::lock_guard lock(current_mutex);
+  auto progress = current().lock();
   if (!progress) {
     ensure_mpi();
     progress = std::shared_ptr<MpiProgress>(new MpiProgress);
-    current = progress;
+    current() = progress;
   }
   return progress;
 }
 
 MpiProgress::MpiProgress() : thread_([this] { run(); }) {}
 
-MpiProgress::~MpiProgress() {
+MpiProgress::~MpiProgress() { stop(); }
+
+void MpiProgress::stop() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
   }
   changed_.notify_one();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
+}
+
+void MpiProgress::end() {
+  std::shared_ptr<MpiProgress> progress;
+  {
+    const std::lock_guard lock(current_mutex);
+    progress = current().lock();
+  }
+  if (progress) progress->stop();
 }
 
 void MpiProgress::submit(MpiOperation operation) {
@@ -146,7 +170,7 @@ void MpiProgress::submit(MpiOperation operation) {
 
 void MpiProgress::abandon(const std::shared_ptr<MpiChannel>& channel) {
   channel->broken = true;
-  mpi_has_failed();
+  give_mpi_up();
   {
     const std::lock_guard lock(mutex_);
     abandoned_ = true;
@@ -156,7 +180,7 @@ void MpiProgress::abandon(const std::shared_ptr<MpiChannel>& channel) {
 
 void MpiProgress::give_up(MpiOperation& operation, const std::exception_ptr& error) {
   operation.channel->broken = true;
-  mpi_has_failed();
+  give_mpi_up();
   operation.work->fail(error);
   graveyard().push_back(std::move(operation));
 }

@@ -62,6 +62,9 @@ class MpiProgress {
   /// Starts MPI and the thread when needed. The thread ends with the last holder.
   static std::shared_ptr<MpiProgress> get();
   ~MpiProgress();
+  /// Ends the thread of the one that there is. What is still under way has a moment to finish, and
+  /// is given up then.
+  static void end();
 
   void submit(MpiOperation operation);
   /// Gives up all operations of a channel.
@@ -70,6 +73,7 @@ class MpiProgress {
  private:
   using Clock = std::chrono::steady_clock;
   MpiProgress();
+  void stop();
   void run();
   bool advance(MpiOperation& operation);
   void give_up(MpiOperation& operation, const std::exception_ptr& error);
@@ -84,8 +88,6 @@ class MpiProgress {
 
 /// Starts MPI unless it was; see mpi_place().
 void ensure_mpi();
-/// After this MPI is not finalized at exit, which would wait for ranks that do not come.
-void mpi_has_failed();
 /// False once MPI was finalized; no call is allowed then.
 bool mpi_is_up();
 

@@ -1,6 +1,8 @@
 #include "comm/rendezvous.hpp"
 
 #include "comm/mpi_backend.hpp"
+#include "comm/run_store.hpp"
+#include "net/gate.hpp"
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
@@ -10,11 +12,13 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -43,59 +47,91 @@ milliseconds left_until(Clock::time_point deadline) {
 
 std::string where(const std::string& host, int port) { return concat(host, ":", port); }
 
-/// A client of the store greets it and waits for the answer without a limit. So it does that on a
-/// thread of its own, which is left behind when something else holds the port and never answers.
-c10::intrusive_ptr<c10d::Store> connect_within(const std::string& host,
-                                               const c10d::TCPStoreOptions& options) {
+bool one_machine(const Topology& topology) {
+  return topology.local_world_size == topology.world_size;
+}
+
+/// torchrun's store. A client greets it and waits for the answer without a limit. So it does that
+/// on a thread of its own, which is left behind when something else holds the port and never
+/// answers.
+c10::intrusive_ptr<c10d::Store> join_foreign_store(const Topology& topology, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(topology.master_port);
+  options.waitWorkers = false;
+  // Whole seconds are what its connection attempts count in.
+  options.timeout = std::max(timeout, milliseconds(1000));
   std::promise<c10::intrusive_ptr<c10d::Store>> opened;
   auto store = opened.get_future();
-  std::thread([host, options, opened = std::move(opened)]() mutable {
+  std::thread([host = topology.master_addr, options, opened = std::move(opened)]() mutable {
     try {
       opened.set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
     } catch (...) {
       opened.set_exception(std::current_exception());
     }
   }).detach();
-  // The attempts to connect may need the whole time; what failed then says why.
-  if (store.wait_for(options.timeout + kGreeting) != std::future_status::ready) {
-    throw std::runtime_error(
-        "the port is open, and whoever holds it does not answer as a store does");
+  try {
+    // The attempts to connect may need the whole time; what failed then says why.
+    if (store.wait_for(options.timeout + kGreeting) != std::future_status::ready) {
+      throw std::runtime_error(
+          "the port is open, and whoever holds it does not answer as a store does");
+    }
+    return store.get();
+  } catch (const std::exception&) {
+    std::throw_with_nested(TimeoutError(
+        concat("Rank ", topology.rank, " found no store of torchrun at ",
+               where(topology.master_addr, topology.master_port), " within ",
+               text::format_seconds(timeout.count() / 1e3),
+               ". Did torchrun end, or is a firewall between this machine and that one?"),
+        kOperation, topology.rank));
   }
-  return store.get();
 }
 
-c10::intrusive_ptr<c10d::Store> open_store(const std::string& host, int port,
-                                           const Topology& topology, milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(port);
-  options.isServer = topology.rank == 0 && !topology.launcher_has_store;
-  options.waitWorkers = false;
-  // Whole seconds are what its connection attempts count in.
-  options.timeout = std::max(timeout, milliseconds(1000));
+/// Rank 0: keeps the store at this place, and gives its port. 0 takes a free one.
+int keep_store(Rendezvous& met, int port, const Topology& topology, milliseconds timeout) {
   try {
-    if (!options.isServer) return connect_within(host, options);
-    return c10::make_intrusive<c10d::TCPStore>(host, options);
-  } catch (const std::exception& error) {
-    const std::string what = error.what();
-    if (topology.rank == 0) {
-      if (what.find("EADDRINUSE") != std::string::npos ||
-          what.find("address already in use") != std::string::npos) {
-        std::throw_with_nested(ConfigError(
-            concat("Port ", port,
-                   " on this machine, where the processes were to meet, is taken by another "
-                   "program. Choose "
-                   "another one (MASTER_PORT, or --main_process_port of accelerate-cpp launch; 0 "
-                   "there means any free one), or "
-                   "end the program that holds it: an earlier run may still be going.")));
-      }
-      std::throw_with_nested(
-          DistributedError(concat("Rank 0 could not open the store at ", where(host, port),
-                                  ", where the processes were to meet. Is MASTER_ADDR "
-                                  "a name of this machine?"),
-                           kOperation, topology.rank));
+    auto server = std::make_shared<net::StoreServer>(net::listen_at(met.place.addresses, port),
+                                                     met.secret, topology.world_size);
+    const int found = server->port();
+    const std::string own =
+        met.place.addresses.empty() ? "127.0.0.1" : met.place.addresses.front().text();
+    auto client = std::make_shared<net::StoreClient>(own, found, met.secret, topology.rank,
+                                                     Clock::now() + timeout);
+    met.store = make_run_store(std::move(client), std::move(server), timeout);
+    return found;
+  } catch (const net::ConnectionError& error) {
+    if (error.kind() == net::ConnectionError::Kind::taken) {
+      std::throw_with_nested(ConfigError(
+          concat("Port ", port,
+                 " on this machine, where the processes were to meet, is taken by another "
+                 "program. Choose "
+                 "another one (MASTER_PORT, or --main_process_port of accelerate-cpp launch; 0 "
+                 "there means any free one), or "
+                 "end the program that holds it: an earlier run may still be going.")));
     }
     std::throw_with_nested(
-        TimeoutError(concat("Rank ", topology.rank, " found no rank 0 at ", where(host, port),
+        DistributedError(concat("Rank 0 could not open the store at ", where(met.host, port),
+                                ", where the processes were to meet. Is MASTER_ADDR "
+                                "a name of this machine?"),
+                         kOperation, topology.rank));
+  }
+}
+
+/// The other ranks: connects to rank 0's store.
+void join_store(Rendezvous& met, int port, const Topology& topology, milliseconds timeout) {
+  try {
+    auto client = std::make_shared<net::StoreClient>(met.host, port, met.secret, topology.rank,
+                                                     Clock::now() + timeout);
+    met.store = make_run_store(std::move(client), nullptr, timeout);
+  } catch (const net::ConnectionError& error) {
+    if (error.kind() == net::ConnectionError::Kind::refused) {
+      std::throw_with_nested(ConfigError(
+          concat("Rank ", topology.rank, " was refused at ", where(met.host, port),
+                 ", where the processes were to meet: another secret is expected there. Give all "
+                 "processes of a run the same ACCELERATE_SECRET or ACCELERATE_SECRET_FILE; if "
+                 "they have it, another run holds the port.")));
+    }
+    std::throw_with_nested(
+        TimeoutError(concat("Rank ", topology.rank, " found no rank 0 at ", where(met.host, port),
                             " within ", text::format_seconds(timeout.count() / 1e3),
                             ". Either rank 0 was not started or died, or MASTER_ADDR or "
                             "MASTER_PORT is not the same for all ranks, or another program holds "
@@ -175,57 +211,78 @@ void wait_for_everyone(c10d::Store& store, const Topology& topology, const std::
   }
 }
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  if (::gethostname(name.data(), name.size() - 1) != 0) return "localhost";
-  return name.data();
+/// Where rank 0 listens when it may choose, and the name under which the others find it.
+void choose_place(Rendezvous& met, const Topology& topology) {
+  met.host = one_machine(topology) ? "127.0.0.1" : net::host_name();
+  try {
+    met.place = net::place_of(met.host, one_machine(topology));
+  } catch (const net::ConnectionError&) {
+    // Others may have an address for a name that has none here: all interfaces.
+  }
 }
 
-/// Rank 0 opens the store at a free port and leaves its address in the file; the others read it.
+/// A file that nobody but its owner may read, for it holds the run's secret. Written aside and
+/// renamed, so that nobody reads half of it.
+void write_for_owner(const std::filesystem::path& file, const std::string& content) {
+  const std::string aside = file.string() + concat(".", ::getpid());
+  ::unlink(aside.c_str());
+  const net::Descriptor out(::open(aside.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600));
+  const bool written = out && ::write(out.number(), content.data(), content.size()) ==
+                                  static_cast<ssize_t>(content.size());
+  if (written && ::rename(aside.c_str(), file.c_str()) == 0) return;
+  const int error = errno;
+  ::unlink(aside.c_str());
+  throw ConfigError(concat("The rendezvous file ", file.string(), " cannot be written (",
+                           std::strerror(error),
+                           "). ACCELERATE_RENDEZVOUS_FILE has to name a file in a folder that "
+                           "every process sees and rank "
+                           "0 may write to."));
+}
+
+/// Whether somebody else could have put the file there. What is not there, or no file, is nobody's.
+bool belongs_to_another_user(const std::string& file) {
+  struct stat status {};
+  return ::stat(file.c_str(), &status) == 0 && status.st_uid != ::geteuid();
+}
+
+/// Rank 0 opens the store at a free port and leaves its address and the secret in the file; the
+/// others read it.
 Rendezvous meet_by_file(const Topology& topology, milliseconds timeout) {
-  namespace fs = std::filesystem;
-  const fs::path file = topology.rendezvous_file;
+  const std::string& file = topology.rendezvous_file;
   Rendezvous met;
   if (topology.rank == 0) {
-    met.host = "127.0.0.1";
-    met.store = open_store(met.host, 0, topology, timeout);
-    const int port = c10::static_intrusive_pointer_cast<c10d::TCPStore>(met.store)->getPort();
-    // Written aside and renamed, so that nobody reads half of it.
-    const fs::path aside = file.string() + concat(".", ::getpid());
-    std::ofstream out(aside);
-    out << host_name() << ' ' << port << '\n';
-    out.close();
-    std::error_code error;
-    if (out) fs::rename(aside, file, error);
-    if (!out || error) {
-      throw ConfigError(concat("The rendezvous file ", file.string(), " cannot be written (",
-                               error.message(),
-                               "). ACCELERATE_RENDEZVOUS_FILE has to name a file in a folder that "
-                               "every process sees and rank "
-                               "0 may write to."));
-    }
+    choose_place(met, topology);
+    met.secret = topology.secret.empty() ? net::draw_secret() : topology.secret;
+    const int port = keep_store(met, 0, topology, timeout);
+    // A secret that was given is not spread further.
+    write_for_owner(file, concat(met.host, ' ', std::to_string(port), ' ',
+                                 topology.secret.empty() ? met.secret : "given", '\n'));
     return met;
   }
   const auto deadline = Clock::now() + timeout;
   while (true) {
-    std::string host;
     int port = 0;
-    if (std::ifstream in(file); in >> host >> port) {
-      if (host == host_name()) host = "127.0.0.1";
+    std::string secret;
+    if (std::ifstream in(file); in >> met.host >> port >> secret) {
+      if (belongs_to_another_user(file)) {
+        throw ConfigError(
+            concat("The rendezvous file ", file,
+                   " belongs to another user, who could lead this run astray with it. Remove it, "
+                   "and name a file in a folder where only you can write."));
+      }
+      met.secret = topology.secret.empty() ? secret : topology.secret;
       try {
         // The file may be left over from an earlier run; so try for a short time, then read again.
-        met.store =
-            open_store(host, port, topology, std::min(left_until(deadline), milliseconds(2000)));
-        met.host = host;
+        join_store(met, port, topology, std::min(left_until(deadline), milliseconds(2000)));
         return met;
-      } catch (const TimeoutError&) {
+      } catch (const Error&) {
         if (Clock::now() > deadline) throw;
       }
     }
     if (Clock::now() > deadline) {
       throw TimeoutError(
           concat("Rank ", topology.rank, " waited ", text::format_seconds(timeout.count() / 1e3),
-                 " for rank 0 to write its address into ", file.string(),
+                 " for rank 0 to write its address into ", file,
                  ". Was rank 0 started, and does it see the same file?"),
           kOperation, topology.rank);
     }
@@ -233,7 +290,7 @@ Rendezvous meet_by_file(const Topology& topology, milliseconds timeout) {
   }
 }
 
-/// Rank 0 opens the store at a free port and tells the others over MPI.
+/// Rank 0 opens the store at a free port and tells the others over MPI, with the secret.
 Rendezvous meet_by_mpi(const Topology& topology, milliseconds timeout) {
   const auto place = mpi_place();
   if (place.rank != topology.rank || place.size != topology.world_size) {
@@ -244,26 +301,106 @@ Rendezvous meet_by_mpi(const Topology& topology, milliseconds timeout) {
   }
   Rendezvous met;
   if (topology.rank == 0) {
-    met.host = topology.local_world_size == topology.world_size ? "127.0.0.1" : host_name();
+    choose_place(met, topology);
+    int port = 0;
     try {
-      met.store = open_store(met.host, 0, topology, timeout);
+      met.secret = topology.secret.empty() ? net::draw_secret() : topology.secret;
+      port = keep_store(met, 0, topology, timeout);
     } catch (...) {
       mpi_broadcast("");  // the others wait for it
       throw;
     }
-    mpi_broadcast(concat(met.host, " ",
-                         c10::static_intrusive_pointer_cast<c10d::TCPStore>(met.store)->getPort()));
+    mpi_broadcast(concat(met.host, ' ', std::to_string(port), ' ', met.secret));
     return met;
   }
   std::istringstream address(mpi_broadcast(""));
   int port = 0;
-  if (!(address >> met.host >> port)) {
+  if (!(address >> met.host >> port >> met.secret)) {
     throw DistributedError(
         "Rank 0 could not open the store where the processes were to meet; see its output.",
         kOperation, topology.rank);
   }
-  met.store = open_store(met.host, port, topology, timeout);
+  join_store(met, port, topology, timeout);
   return met;
+}
+
+/// MASTER_ADDR and MASTER_PORT: rank 0 keeps the store there.
+Rendezvous meet_at_address(const Topology& topology, milliseconds timeout) {
+  Rendezvous met;
+  met.host = topology.master_addr;
+  met.secret = topology.secret;
+  std::string remark;
+  try {
+    met.place = net::place_of(met.host, one_machine(topology));
+  } catch (const net::ConnectionError& error) {
+    // The name may get its address any moment, as in a cluster that starts. Other machines can
+    // come.
+    remark = concat(" (", error.what(), ")");
+  }
+  if (met.secret.empty() && !met.place.loopback) {
+    throw ConfigError(
+        concat("The processes of this run are to meet at ",
+               where(topology.master_addr, topology.master_port), remark,
+               ", where other machines can come too, and they were given no secret by which they "
+               "know each other. Give all of them one: in ACCELERATE_SECRET (such as what openssl "
+               "rand -hex 32 writes), or in a file that ACCELERATE_SECRET_FILE names. If all "
+               "processes are on one machine, MASTER_ADDR=127.0.0.1 needs none."));
+  }
+  if (topology.rank == 0) {
+    keep_store(met, topology.master_port, topology, timeout);
+  } else {
+    join_store(met, topology.master_port, topology, timeout);
+  }
+  return met;
+}
+
+/// torchrun keeps the store, and lets in whoever comes. What the processes say to each other
+/// directly is protected all the same.
+Rendezvous meet_at_foreign_store(const Topology& topology, milliseconds timeout) {
+  Rendezvous met;
+  met.store = join_foreign_store(topology, timeout);
+  // Rank 0 need not be on the machine of the store.
+  if (topology.rank == 0) {
+    choose_place(met, topology);
+    const std::string own = net::address_toward(topology.master_addr);
+    if (!met.place.loopback && !own.empty() && !net::resolve(own).front().loopback()) {
+      met.host = own;
+      met.place = net::place_of(own, false);
+    }
+    met.secret = topology.secret.empty() ? net::draw_secret() : topology.secret;
+    log::warning(concat(
+        "The processes of this run meet in torchrun's store at ",
+        where(topology.master_addr, topology.master_port),
+        ", which lets in everybody who can reach that port. In a network with strangers use "
+        "accelerate-cpp launch, or set MASTER_ADDR, MASTER_PORT and ACCELERATE_SECRET by hand."));
+  }
+  return met;
+}
+
+/// What the others have to know and the store, which is not rank 0's, does not tell them.
+void agree_in_foreign_store(Rendezvous& met, const Topology& topology) {
+  if (topology.rank == 0) {
+    met.store->set("rank0/host", met.host);
+    met.store->set("rank0/secret", topology.secret.empty() ? met.secret : "given");
+    return;
+  }
+  met.host = met.store->get_to_str("rank0/host");
+  const std::string secret = met.store->get_to_str("rank0/secret");
+  met.secret = topology.secret.empty() ? secret : topology.secret;
+}
+
+/// The address of this machine on the way to rank 0.
+std::string find_interface(const Rendezvous& met, const Topology& topology) {
+  try {
+    const bool loopback = net::place_of(met.host, one_machine(topology)).loopback;
+    if (loopback) return met.host.find(':') == std::string::npos ? "127.0.0.1" : "::1";
+    std::string own = net::address_toward(met.host);
+    // Other machines cannot come to a loopback address.
+    if (own.empty() || net::resolve(own).front().loopback()) return {};
+    return own;
+  } catch (const net::ConnectionError&) {
+    return {};
+  }
 }
 
 }  // namespace
@@ -279,8 +416,8 @@ Rendezvous meet(const Topology& topology, milliseconds timeout) {
     met = meet_by_mpi(topology, timeout);
     place = "an address agreed over MPI";
   } else {
-    met.host = topology.master_addr;
-    met.store = open_store(met.host, topology.master_port, topology, timeout);
+    met = topology.launcher_has_store ? meet_at_foreign_store(topology, timeout)
+                                      : meet_at_address(topology, timeout);
     place = where(topology.master_addr, topology.master_port);
   }
   // torchrun keeps one store for all attempts of a run; the prefix is this library's part of it.
@@ -289,6 +426,7 @@ Rendezvous meet(const Topology& topology, milliseconds timeout) {
   const auto spent = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
   try {
     wait_for_everyone(*met.store, topology, place, std::max(timeout - spent, milliseconds(1)));
+    if (topology.launcher_has_store) agree_in_foreign_store(met, topology);
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {
@@ -299,6 +437,7 @@ Rendezvous meet(const Topology& topology, milliseconds timeout) {
                          kOperation, topology.rank));
   }
   met.store->setTimeout(timeout);
+  met.interface = find_interface(met, topology);
   // Nobody needs the file any more, and the next run must not find it.
   if (topology.kind == LaunchKind::file && topology.rank == 0) {
     std::error_code ignored;  // a file that stays is overwritten by the next run

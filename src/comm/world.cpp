@@ -9,6 +9,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
+#include <accelerate/base/signals.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/comm/native.hpp>
 
@@ -19,6 +20,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <exception>
+#include <thread>
 
 namespace accelerate::comm {
 namespace {
@@ -31,6 +33,9 @@ constexpr milliseconds kGlooTimeout{30 * 60 * 1000};
 constexpr milliseconds kNcclTimeout{10 * 60 * 1000};
 /// How long a rank that is done waits for the others to be done.
 constexpr milliseconds kDepartureTimeout{10 * 1000};
+/// How long it waits before for operations that nobody waited for, such as a batch scattered ahead
+/// of use: the other ranks take part in them and end with this one.
+constexpr milliseconds kUnwaitedTimeout{3 * 1000};
 
 Backend choose_backend(const Topology& topology, const WorldOptions& options) {
   if (options.backend() != Backend::automatic) return options.backend();
@@ -105,19 +110,22 @@ OpenWorlds& open_worlds() {
   static auto* const instance = new OpenWorlds;
   return *instance;
 }
-void close_open_worlds() {
+/// A process that ends with an error code is not done, whoever caught the exception.
+void end_run(int status, void*) {
+  const bool failed = status != 0 && status != kStoppedExitCode;
   std::vector<std::weak_ptr<World>> worlds;
   {
     const std::lock_guard lock(open_worlds().mutex);
     worlds.swap(open_worlds().worlds);
   }
   for (const auto& weak : worlds) {
-    if (const auto world = weak.lock()) world->close();
+    if (const auto world = weak.lock())
+      world->close(failed ? concat("its process ended with exit code ", status) : "");
   }
+  finish_mpi(failed);
 }
 void close_at_exit(const std::shared_ptr<World>& world) {
-  static std::once_flag once;
-  std::call_once(once, [] { std::atexit(close_open_worlds); });
+  end_run_at_exit();
   const std::lock_guard lock(open_worlds().mutex);
   std::erase_if(open_worlds().worlds, [](const auto& weak) { return weak.expired(); });
   open_worlds().worlds.push_back(world);
@@ -125,16 +133,24 @@ void close_at_exit(const std::shared_ptr<World>& world) {
 
 }  // namespace
 
+void end_run_at_exit() {
+  static std::once_flag once;
+  // Of the two that the C library has, the one that is told the exit code.
+  std::call_once(once, [] { ::on_exit(end_run, nullptr); });
+}
+
 World::World(Topology topology, const WorldOptions& options, Backend backend)
     : topology_(std::move(topology)),
       backend_(backend),
       timeout_(options.timeout().value_or(backend == Backend::nccl ? kNcclTimeout : kGlooTimeout)),
       debug_(options.debug()),
       device_(options.device()) {
-  auto met = meet(topology_, timeout_);
-  store_ = std::move(met.store);
-  liveness_ = std::make_shared<Liveness>(*store_, met.host, topology_.rank, topology_.world_size,
-                                         options.heartbeat_timeout(), timeout_);
+  const Rendezvous met = meet(topology_, timeout_);
+  store_ = met.store;
+  interface_ = met.interface;
+  liveness_ = std::make_shared<Liveness>(met, topology_.rank, topology_.world_size,
+                                         options.heartbeat_timeout(), timeout_,
+                                         LauncherWatch(Environment::process()));
 }
 
 World::~World() { close(); }
@@ -188,7 +204,8 @@ World::BackendPtr World::make_backend(Backend backend, const c10::intrusive_ptr<
   std::vector<BackendPtr> aborted;
   const auto gloo = [&](const char* prefix) {
     const auto own = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
-    return aborted.emplace_back(make_gloo_backend(own, group.rank, group.size, timeout_));
+    return aborted.emplace_back(
+        make_gloo_backend(own, group.rank, group.size, timeout_, interface_));
   };
   BackendPtr made;
   switch (backend) {
@@ -210,32 +227,51 @@ World::BackendPtr World::make_backend(Backend backend, const c10::intrusive_ptr<
                  backend == Backend::nccl ? Memory::device : Memory::host, std::move(aborted));
 }
 
-void World::close() noexcept {
-  std::vector<std::weak_ptr<Group::Impl>> groups;
+void World::close(const std::string& failure) noexcept {
+  std::vector<std::shared_ptr<Group::Impl>> groups;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    groups.swap(groups_);
+    for (const auto& weak : groups_) {
+      if (auto impl = weak.lock()) groups.push_back(std::move(impl));
+    }
+    groups_.clear();
   }
   if (liveness_) {
     // An exception on its way out means that this rank fails; the others must not take it for done.
-    const bool fails = std::uncaught_exceptions() > 0 || liveness_->loss().has_value();
-    // Until the others go too, for what they have yet to receive from this rank may be in buffers
-    // that closing the connections would throw away, and rank 0 keeps the store.
-    if (!fails) liveness_->say_goodbye(kDepartureTimeout);
+    const bool unwinds = std::uncaught_exceptions() > 0;
+    if (unwinds || !failure.empty()) {
+      liveness_->say_failure(unwinds ? "an exception ended its part in the run" : failure);
+      // The others will not come to MPI's end, and it would wait for them.
+      give_mpi_up();
+    } else if (!liveness_->loss()) {
+      finish_works(groups);
+      // Until the others go too, for what they have yet to receive from this rank may be in buffers
+      // that closing the connections would throw away, and rank 0 keeps the store.
+      liveness_->say_goodbye(kDepartureTimeout);
+    }
     liveness_->leave();
   }
-  for (const auto& weak : groups) {
-    if (const auto impl = weak.lock()) {
-      impl->closed = true;
-      impl->process_group.reset();
-      impl->cpu_backend.reset();
-      impl->cuda_backend.reset();
-    }
+  for (const auto& impl : groups) {
+    impl->closed = true;
+    impl->process_group.reset();
+    impl->cpu_backend.reset();
+    impl->cuda_backend.reset();
   }
   connections_.clear();
   store_.reset();
+}
+
+void World::finish_works(const std::vector<std::shared_ptr<Group::Impl>>& groups) const {
+  const auto deadline = std::chrono::steady_clock::now() + kUnwaitedTimeout;
+  const auto busy = [&] {
+    return std::any_of(groups.begin(), groups.end(),
+                       [](const auto& group) { return group->watch->has_works(); });
+  };
+  while (busy() && !liveness_->loss() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(milliseconds(2));
+  }
 }
 
 namespace {

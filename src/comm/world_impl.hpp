@@ -29,9 +29,12 @@ class World : public std::enable_shared_from_this<World> {
   /// equal on all of them and used once.
   std::shared_ptr<Group::Impl> join(const std::string& id, const std::string& name,
                                     std::vector<int> global_ranks);
-  void close() noexcept;
+  /// `failure`: why this process fails ("it ended with exit code 1"), for the others; empty when it
+  /// leaves because it is done.
+  void close(const std::string& failure = {}) noexcept;
 
  private:
+  void finish_works(const std::vector<std::shared_ptr<Group::Impl>>& groups) const;
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   BackendPtr make_backend(Backend backend, const c10::intrusive_ptr<c10d::Store>& store,
                           const Group::Impl& group) const;
@@ -41,6 +44,8 @@ class World : public std::enable_shared_from_this<World> {
   std::chrono::milliseconds timeout_;
   bool debug_;
   c10::Device device_;
+  /// Where gloo listens; empty leaves the choice to it.
+  std::string interface_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<Liveness> liveness_;
   std::mutex mutex_;
@@ -50,6 +55,9 @@ class World : public std::enable_shared_from_this<World> {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> connections_;
   bool closed_ = false;
 };
+
+/// Has every open world closed and then MPI finalized when the process ends.
+void end_run_at_exit();
 
 struct Group::Impl {
   /// Declared first, so that it goes last. Null for a group of one.

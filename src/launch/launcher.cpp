@@ -5,6 +5,7 @@
 #include <accelerate/base/text.hpp>
 
 #include "launch/spawn.hpp"
+#include "net/gate.hpp"
 
 #include <poll.h>
 #include <sched.h>
@@ -304,6 +305,11 @@ int launch(const LaunchOptions& options) {
   variables.set("GROUP_RANK", "0");
   variables.set("MASTER_ADDR", "127.0.0.1");
   variables.set("MASTER_PORT", std::to_string(launch_detail::free_port(options.master_port())));
+
+  // By this the processes know each other from whoever else reaches the port. In the environment,
+  // which only the user's own processes can read, and never in the arguments, which all can.
+  if (!base.has("ACCELERATE_SECRET") && !base.has("ACCELERATE_SECRET_FILE"))
+    variables.set("ACCELERATE_SECRET", net::draw_secret());
 
   const Signals signals;
   Supervisor supervisor(options.grace_period());

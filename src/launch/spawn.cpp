@@ -1,12 +1,12 @@
 #include "launch/spawn.hpp"
 
+#include "net/socket.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -176,44 +176,14 @@ namespace {
 
 /// The port, when it can be listened at; nothing when it is taken. 0 means the kernel's choice.
 std::optional<int> try_port(int wanted) {
-  // The store listens on every address, with both IP versions where the machine has them.
-  int socket_ = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in6 six{};
-  sockaddr_in four{};
-  sockaddr* address = nullptr;
-  socklen_t size = 0;
-  if (socket_ >= 0) {
-    const int off = 0;
-    setsockopt(socket_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    six.sin6_family = AF_INET6;
-    six.sin6_addr = in6addr_any;
-    six.sin6_port = htons(static_cast<std::uint16_t>(wanted));
-    address = reinterpret_cast<sockaddr*>(&six);
-    size = sizeof six;
-  } else {
-    socket_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    four.sin_family = AF_INET;
-    four.sin_addr.s_addr = htonl(INADDR_ANY);
-    four.sin_port = htons(static_cast<std::uint16_t>(wanted));
-    address = reinterpret_cast<sockaddr*>(&four);
-    size = sizeof four;
-  }
-  if (socket_ < 0)
-    throw LaunchError(text::concat("No socket could be made: ", std::strerror(errno), "."), 1);
-  const int on = 1;
-  setsockopt(socket_, SOL_SOCKET, SO_REUSEADDR, &on,
-             sizeof on);  // Ports that only linger are free.
-  const bool bound = bind(socket_, address, size) == 0 && listen(socket_, 1) == 0;
-  const int error = errno;
-  if (bound) getsockname(socket_, address, &size);
-  close(socket_);
-  if (!bound && error == EADDRINUSE) return std::nullopt;
-  if (!bound) {
-    throw LaunchError(text::concat("Port ", wanted, " cannot be used: ", std::strerror(error),
+  try {
+    return net::port_of(net::listen_at(net::resolve("127.0.0.1"), wanted).front());
+  } catch (const net::ConnectionError& error) {
+    if (error.kind() == net::ConnectionError::Kind::taken) return std::nullopt;
+    throw LaunchError(text::concat("Port ", wanted, " cannot be used: ", error.what(),
                                    ". Give another --master-port, or 0 to take a free one."),
                       1);
   }
-  return ntohs(address->sa_family == AF_INET6 ? six.sin6_port : four.sin_port);
 }
 
 /// Where the kernel's own choices begin: connections of any program take ports from there.

@@ -16,7 +16,8 @@ ROOMS = {
     "io": ["base"],
     "device_map": ["base", "io"],
     "core": ["base"],
-    "comm": ["core"],
+    "net": ["base"],
+    "comm": ["core", "net"],
     "state": ["core", "comm"],
     "intercept": ["core"],
     "precision": ["core", "comm", "intercept"],
@@ -33,11 +34,11 @@ ROOMS = {
         "base", "io", "device_map", "core", "comm", "state", "intercept", "precision", "parallel", "data", "optim",
         "checkpoint", "big_model", "tracking",
     ],
-    "launch": ["base", "io"],
+    "launch": ["base", "io", "net"],
     "cli": ["base", "io", "device_map", "launch"],
 }
 # These have no LibTorch in them: the launcher must start at once, and spdlog cannot meet LibTorch's fmt.
-WITHOUT_TORCH = {"base", "io", "device_map", "launch", "cli"}
+WITHOUT_TORCH = {"base", "io", "net", "device_map", "launch", "cli"}
 # Ways to train in parallel do not know of each other.
 SIBLINGS = {"ddp", "fsdp", "zero", "tensor", "pipeline", "context", "checkpointing", "local"}
 # Too wide for a public header: a file that includes one compiles for 11 to 25 s.

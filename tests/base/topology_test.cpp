@@ -151,6 +151,34 @@ TEST(Topology, Slurm) {
   EXPECT_SAYS(environment, "SLURM_JOB_NODELIST");
 }
 
+TEST(Topology, SlurmOnOneMachineMeetsOnLoopback) {
+  auto environment = slurm();
+  environment.set("SLURM_JOB_NUM_NODES", "1");
+  environment.set("SLURM_TASKS_PER_NODE", "4");
+  environment.set("SLURM_NODEID", "0");
+  EXPECT_EQ(detect_topology(environment).master_addr, "127.0.0.1");
+  environment.set("MASTER_ADDR", "node0");
+  environment.set("MASTER_PORT", "29500");
+  EXPECT_EQ(detect_topology(environment).master_addr, "node0");
+}
+
+TEST(Topology, TheSecretOfTheRun) {
+  auto environment = torchrun();
+  EXPECT_EQ(detect_topology(environment).secret, "");
+  environment.set("ACCELERATE_SECRET", "sixteen letters.");
+  EXPECT_EQ(detect_topology(environment).secret, "sixteen letters.");
+  environment.set("ACCELERATE_SECRET_FILE", "/nowhere");
+  EXPECT_SAYS(environment, "Unset one of the two");
+  environment.unset("ACCELERATE_SECRET");
+  EXPECT_SAYS(environment, "cannot be opened");
+  environment.set("ACCELERATE_SECRET_FILE", "/tmp");
+  EXPECT_SAYS(environment, "is no file");
+  environment.unset("ACCELERATE_SECRET_FILE");
+  environment.set("ACCELERATE_SECRET", "too short a one");
+  EXPECT_SAYS(environment, "has 15 characters");
+  EXPECT_EQ(refusal(environment).find("too short a one"), std::string::npos);
+}
+
 TEST(Topology, SlurmWithoutSrunIsOneProcess) {
   auto allocation = slurm();  // salloc, then the program itself
   allocation.unset("SLURM_PROCID");

@@ -58,7 +58,10 @@ void play(const std::string& name, const Group& world) {
     while (true) scatter();
   } else if (name == "stop") {
     reduce(world);
-    if (rank == victim) std::raise(SIGSTOP);
+    if (rank == victim) {
+      std::cout << "STOPS" << std::endl;
+      std::raise(SIGSTOP);
+    }
     while (true) reduce(world);
   } else if (name == "stop_in_recv") {
     // Nobody computes with the victim; the others wait for each other in vain.
@@ -67,6 +70,18 @@ void play(const std::string& name, const Group& world) {
   } else if (name == "throw") {
     reduce(world);
     if (rank == victim) throw DataError("the data of this rank are unreadable");
+    reduce(world);
+  } else if (name == "exit" || name == "caught") {
+    // The group outlives main(), as that of the library's State does.
+    static const auto* const kept = new Group(world);
+    reduce(*kept);
+    if (rank == victim && name == "exit") std::exit(7);
+    if (rank == victim) throw ConfigError("caught by main");
+    while (true) reduce(*kept);
+  } else if (name == "linger") {
+    reduce(world);
+    std::cout << "MET" << std::endl;
+    std::this_thread::sleep_for(milliseconds(1500));
     reduce(world);
   } else if (name == "late") {
     reduce(world);
@@ -241,12 +256,28 @@ class Ranks {
       }
       std::this_thread::sleep_for(milliseconds(10));
     }
+    outcome.said = said_by(key);
+    return outcome;
+  }
+  /// What a rank has said so far.
+  std::string said_by(const std::string& key) const {
     std::ifstream in(folder_ / key);
     std::stringstream said;
     said << in.rdbuf();
-    outcome.said = said.str();
-    return outcome;
+    return said.str();
   }
+  /// Seconds until a rank has said that; negative when it does not within the time.
+  double seconds_until(int rank, const std::string& part, double limit) const {
+    const auto start = Clock::now();
+    while (true) {
+      const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      if (said_by(std::to_string(rank)).find(part) != std::string::npos) return seconds;
+      if (seconds > limit) return -1;
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+  }
+  pid_t process(int rank) const { return processes_.at(std::to_string(rank)); }
+  int port() const { return std::stoi(variables_.at("MASTER_PORT")); }
 
  private:
   static inline int counter_ = 0;
@@ -311,7 +342,44 @@ TEST(Failure, AnExceptionInOneRankEndsTheOthers) {
   run.start_all();
   const auto culprit = run.outcome(1);
   EXPECT_TRUE(culprit.has("the data of this rank are unreadable")) << culprit;
-  for (const int rank : {0, 2}) expect_lost(run.outcome(rank), 1, "its process ended", 15);
+  for (const int rank : {0, 2})
+    expect_lost(run.outcome(rank), 1, "an exception ended its part in the run", 8);
+}
+
+TEST(Failure, ARankThatExitsIsNotTakenForDone) {
+  for (const auto& [name, code] : {std::pair{"exit", "7"}, std::pair{"caught", "3"}}) {
+    for (const int victim : {0, 1}) {
+      Ranks run(name, 3);
+      run.set("FAILURE_VICTIM", std::to_string(victim))
+          .set("ACCELERATE_HEARTBEAT_TIMEOUT", "8")
+          .start_all();
+      const auto culprit = run.outcome(victim);
+      EXPECT_EQ(culprit.status, std::stoi(code)) << culprit;
+      for (int rank = 0; rank < 3; ++rank) {
+        if (rank == victim) continue;
+        expect_lost(run.outcome(rank), victim,
+                    std::string("its process ended with exit code ") + code, culprit.seconds + 4);
+      }
+    }
+  }
+}
+
+TEST(Failure, AStoppedRankIsNamedInTheLogAtOnce) {
+  for (const int victim : {1, 0}) {
+    Ranks run("stop", 3);
+    run.set("FAILURE_VICTIM", std::to_string(victim))
+        .set("ACCELERATE_HEARTBEAT_TIMEOUT", "30")
+        .start_all();
+    const std::string words = "Rank " + std::to_string(victim) + " has been silent for";
+    ASSERT_GE(run.seconds_until(victim, "STOPS", 20), 0);
+    const double seconds = run.seconds_until(victim == 0 ? 1 : 0, words, 10);
+    EXPECT_GT(seconds, 1.5);
+    EXPECT_LT(seconds, 5);
+    ::kill(run.process(victim), SIGCONT);
+    // Nothing has ended by it.
+    EXPECT_GT(run.seconds_until(victim == 0 ? 1 : 0, "is heard again", 5), 0);
+    EXPECT_EQ(::kill(run.process(2), 0), 0);
+  }
 }
 
 TEST(Failure, ATimeoutNamesTheOperationAndWhoIsBehind) {
@@ -331,7 +399,7 @@ TEST(Failure, ATimeoutNamesTheOperationAndWhoIsBehind) {
       EXPECT_TRUE(outcome.has("timeout of 3.0 s")) << outcome;
       EXPECT_TRUE(outcome.has("rank 2 had not started")) << outcome;
     } else {
-      expect_lost(outcome, 1 - rank, "its process ended", 12);
+      expect_lost(outcome, 1 - rank, "an exception ended its part", 12);
     }
   }
   EXPECT_GE(timed_out, 1);
@@ -424,6 +492,16 @@ TEST(Failure, UnderMpirunToo) {
   }
 }
 
+TEST(Failure, AnExitUnderMpirunEndsAllAtOnce) {
+  if (std::string(ACCELERATE_TEST_MPIEXEC).empty()) GTEST_SKIP() << "no MPI was found";
+  const Outcome outcome = under_mpirun("exit");
+  EXPECT_NE(outcome.status, 0) << outcome;
+  EXPECT_TRUE(outcome.has("its process ended with exit code 7") || outcome.has("Exit code:    7"))
+      << outcome;
+  // What they say when they wait for a rank that seems to be done.
+  EXPECT_FALSE(outcome.has("has left the run")) << outcome;
+}
+
 TEST(Failure, WhatNobodyWaitedForEndsBeforeMpiDoes) {
   if (std::string(ACCELERATE_TEST_MPIEXEC).empty()) GTEST_SKIP() << "no MPI was found";
   const Outcome outcome = under_mpirun("unwaited");
@@ -449,14 +527,148 @@ TEST(Failure, WhoeverNeedsARankThatLeftIsTold) {
   for (const int rank : {0, 2}) {
     const auto outcome = run.outcome(rank);
     EXPECT_TRUE(outcome.has("ALONE")) << outcome;
+    EXPECT_LT(outcome.seconds, 10) << outcome;  // 5 s after it left, a moment after the start
     if (outcome.has("PeerLostError|all_reduce|1|")) {
       ++told;
       EXPECT_TRUE(outcome.has("has left the run")) << outcome;
     } else {
-      expect_lost(outcome, 2 - rank, "its process ended", 20);
+      expect_lost(outcome, 2 - rank, "an exception ended its part", 20);
     }
   }
   EXPECT_GE(told, 1);
+}
+
+// ---- Strangers ----
+
+/// The addresses and ports at which a process listens, as the kernel writes them.
+std::vector<std::pair<std::string, int>> listening(pid_t process) {
+  const fs::path proc = "/proc/" + std::to_string(process);
+  std::string sockets;
+  for (const auto& entry : fs::directory_iterator(proc / "fd")) {
+    std::error_code ignored;
+    sockets += fs::read_symlink(entry.path(), ignored).string() + " ";
+  }
+  std::vector<std::pair<std::string, int>> found;
+  for (const char* table : {"tcp", "tcp6"}) {
+    std::ifstream in(proc / "net" / table);
+    std::string line;
+    std::getline(in, line);
+    while (std::getline(in, line)) {
+      std::istringstream fields(line);
+      std::string number, local, remote, state, queues, timer, retries, user, timeout, inode;
+      fields >> number >> local >> remote >> state >> queues >> timer >> retries >> user >>
+          timeout >> inode;
+      if (state != "0A" || sockets.find("socket:[" + inode + "]") == std::string::npos) continue;
+      const auto colon = local.find(':');
+      found.emplace_back(local.substr(0, colon), std::stoi(local.substr(colon + 1), nullptr, 16));
+    }
+  }
+  return found;
+}
+
+int connect_to_loopback(int port) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  if (::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return socket;
+  ::close(socket);
+  return -1;
+}
+
+TEST(Strangers, NothingListensBeyondLoopback) {
+  Ranks run("linger", 2);
+  run.start_all();
+  for (int rank = 0; rank < 2; ++rank) ASSERT_GE(run.seconds_until(rank, "MET", 20), 0);
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto sockets = listening(run.process(rank));
+    EXPECT_FALSE(sockets.empty());
+    for (const auto& [address, port] : sockets) EXPECT_EQ(address, "0100007F") << port;
+  }
+  for (int rank = 0; rank < 2; ++rank) EXPECT_EQ(run.outcome(rank).status, 0);
+}
+
+TEST(Strangers, WhoeverReachesThePortsBreaksNothing) {
+  Ranks run("linger", 3);
+  run.set("ACCELERATE_SECRET", "of this test and of no other process").start(0);
+  std::vector<int> sockets;
+  // Before the others come: silence, noise, and words that an older version believed.
+  const auto attack = [&](int port) {
+    for (int i = 0; i < 40; ++i) {
+      const int socket = connect_to_loopback(port);
+      if (socket < 0) continue;
+      std::string words(static_cast<std::size_t>(i % 4) * 30, static_cast<char>(i));
+      if (i % 5 == 1)
+        words = std::string("\x00\x1e\xce\xac\x01\x00\x00\x00", 8) + std::string(120, '\0');
+      if (i % 5 == 2) words = "\x00";
+      [[maybe_unused]] const auto sent = ::send(socket, words.data(), words.size(), MSG_NOSIGNAL);
+      sockets.push_back(socket);
+    }
+  };
+  int first = -1;
+  for (int i = 0; i < 500 && first < 0; ++i) {
+    first = connect_to_loopback(run.port());
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  ASSERT_GE(first, 0);
+  attack(run.port());
+  run.start(1);
+  run.start(2);
+  // And while they train. The watch's port closes as soon as all have come: liveness_test.
+  while (run.seconds_until(1, "MET", 0.05) < 0) attack(run.port());
+  attack(run.port());
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_EQ(outcome.status, 0) << outcome;
+    EXPECT_FALSE(outcome.has("was lost")) << outcome;
+  }
+  ::close(first);
+  for (const int socket : sockets) ::close(socket);
+}
+
+TEST(Strangers, AnotherSecretIsRefused) {
+  Ranks run("part", 2);
+  run.set("ACCELERATE_TIMEOUT", "2").set("ACCELERATE_SECRET", "the first of two secrets");
+  run.start(0);
+  run.set("ACCELERATE_SECRET", "the second of two secrets").start(1);
+  const auto refused = run.outcome(1);
+  EXPECT_TRUE(refused.has("ConfigError|")) << refused;
+  EXPECT_TRUE(refused.has("another secret is expected there")) << refused;
+  EXPECT_TRUE(run.outcome(0).has("rank 1 did not come"));
+}
+
+TEST(Strangers, WhereOtherMachinesCanComeASecretIsNeeded) {
+  for (const char* secret : {"", "a secret for all the ranks"}) {
+    Ranks run("part", 2);
+    // An address of nobody here: rank 0 would listen at all interfaces.
+    run.set("MASTER_ADDR", "192.0.2.1").set("ACCELERATE_TIMEOUT", "2");
+    run.set("ACCELERATE_SECRET", secret).start_all();
+    for (int rank = 0; rank < 2; ++rank) {
+      const auto outcome = run.outcome(rank);
+      EXPECT_EQ(outcome.has("ConfigError|"), std::string(secret).empty()) << outcome;
+      EXPECT_EQ(outcome.has("openssl rand -hex 32"), std::string(secret).empty()) << outcome;
+    }
+  }
+}
+
+TEST(Strangers, ASecretInAFileIsTheOwnersAlone) {
+  const auto file = fs::temp_directory_path() / ("accelerate-secret-" + std::to_string(::getpid()));
+  std::ofstream(file) << "a secret in the first line\nand more\n";
+  fs::permissions(file, fs::perms::owner_read | fs::perms::owner_write);
+  Ranks run("part", 2);
+  run.set("ACCELERATE_SECRET_FILE", file.string()).start_all();
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_EQ(outcome.status, 0) << outcome;
+  }
+  fs::permissions(file, fs::perms::others_read, fs::perm_options::add);
+  Ranks open("part", 2);
+  open.set("ACCELERATE_SECRET_FILE", file.string()).start(0);
+  const auto outcome = open.outcome(0);
+  EXPECT_TRUE(outcome.has("others may read or write")) << outcome;
+  EXPECT_FALSE(outcome.has("a secret in the first line")) << outcome;
+  fs::remove(file);
 }
 
 TEST(Failure, DebugModeFindsMismatchesOnEveryRank) {

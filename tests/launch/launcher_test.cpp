@@ -111,6 +111,25 @@ TEST_F(Launcher, GivesEachProcessTorchrunsVariables) {
   EXPECT_EQ(ports.size(), 1u);
 }
 
+TEST_F(Launcher, EveryRunHasASecretOfItsOwnThatNoArgumentHolds) {
+  const std::string script =
+      "echo $ACCELERATE_SECRET > $D/$1$RANK; tr '\\0' ' ' < /proc/$$/cmdline >> $D/arguments";
+  for (const char* run : {"a", "b"}) {
+    auto options = shell(script, 2);
+    options.command().insert(options.command().end(), {"sh", run});
+    ASSERT_EQ(launch(options), 0);
+  }
+  EXPECT_EQ(read("a0").size(), 65u);
+  EXPECT_EQ(read("a0"), read("a1"));
+  EXPECT_NE(read("a0"), read("b0"));
+  EXPECT_EQ(read("arguments").find(read("a0").substr(0, 64)), std::string::npos);
+  auto given = shell(script, 1);
+  given.command().insert(given.command().end(), {"sh", "c"});
+  given.environment().set("ACCELERATE_SECRET", "of the user's own choice");
+  ASSERT_EQ(launch(given), 0);
+  EXPECT_EQ(read("c0"), "of the user's own choice\n");
+}
+
 TEST_F(Launcher, KeepsTheEnvironmentsOpenMpThreadsUnlessTold) {
   auto options = shell("echo $OMP_NUM_THREADS > $D/threads", 1);
   options.environment().set("OMP_NUM_THREADS", "7");

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -70,6 +71,14 @@ def processor_seconds(pid):
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     assert fields[0] != "Z", f"process {pid} has ended"
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def running(pid):
+    """Whether a process is there and has not ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def until(condition, limit_s=60, what=""):
@@ -265,6 +274,36 @@ class Deaths(unittest.TestCase):
             self.dies(victim, signal.SIGKILL, "its process ended")
         for victim in (0, 1):
             self.dies(victim, signal.SIGKILL, "its process ended", ACCELERATE_STRATEGY="fsdp")
+
+    def test_torchrun_is_killed(self):
+        """What it started ends too, and says why."""
+        variables = support.environment(OMP_NUM_THREADS=1)
+        with tempfile.TemporaryFile("w+") as log:
+            torchrun = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2",
+                                         "--master-port", str(support.free_port()), *self.endless],
+                                        env=variables, cwd=support.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log)
+            ranks = []
+            try:
+                def started():
+                    ranks[:] = map(int, pathlib.Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split())
+                    return len(ranks) == 2
+
+                until(started, what="the start of two ranks")
+                for rank in ranks:
+                    until_trains(rank)
+                torchrun.kill()
+                start = time.monotonic()
+                until(lambda: not any(running(rank) for rank in ranks), limit_s=AFTER_DEATH_S, what="the end of torchrun's ranks")
+                self.assertLess(time.monotonic() - start, 8)  # 5 s on a quiet machine
+                log.seek(0)
+                said = log.read()
+                self.assertIn("torchrun that started", said)
+                self.assertEqual(said.count("which lets in everybody"), 1, said)
+            finally:
+                torchrun.kill()
+                torchrun.wait()
+                for rank in filter(running, ranks):
+                    os.kill(rank, signal.SIGKILL)
 
     def test_a_timeout_says_what_was_being_done(self):
         """Without heartbeats nobody knows that a rank stands still; what was waited for is said all the same. Where in its

@@ -40,6 +40,9 @@ struct Topology {
   bool launcher_has_store = false;
   /// LaunchKind::file only.
   std::string rendezvous_file;
+  /// What the processes of the run, and nobody else, know: ACCELERATE_SECRET, or the first line of
+  /// the file that ACCELERATE_SECRET_FILE names. Empty when neither is set.
+  std::string secret;
   /// Tells apart jobs that meet at one address one after the other, where the launcher gives such a
   /// name (TORCHELASTIC_RUN_ID, SLURM_JOB_ID). May be empty.
   std::string run_id;
@@ -52,7 +55,8 @@ struct Topology {
 /// one task, the process is alone.
 ///
 /// Throws ConfigError when half of a set is missing (RANK without WORLD_SIZE), a value is not a
-/// number, or a rank is not below its world size.
+/// number, a rank is not below its world size, or a secret is too short or in a file that others
+/// may read.
 Topology detect_topology(const Environment& environment);
 
 /// The first host of SLURM's list: "gpu[003-007,12],login" gives "gpu003". Empty when `list` is.

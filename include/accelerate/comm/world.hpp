@@ -72,10 +72,14 @@ Group create_world(const Topology& topology, const WorldOptions& options = {});
 
 /// Leaves the run: the other ranks are told that this one went of its own accord, threads and
 /// connections end. Groups split from `world` end with it; later calls on any of them throw
-/// StateError. Waits, at most 10 s, until the others have left too, for they may still receive what
-/// this rank sent, and rank 0 keeps the store. Called while an exception unwinds the stack it
-/// leaves without a word, so that the others learn of a failure. Safe to call twice, and after a
-/// rank was lost; the last copy of a world group does it when it goes.
+/// StateError. Waits for operations that nobody waited for (at most 3 s) and then until the others
+/// have left too (at most 10 s), for they may still receive what this rank sent, and rank 0 keeps
+/// the store. Called while an exception unwinds the stack it waits for nobody and tells the others
+/// that this rank failed. Safe to call twice, and after a rank was lost; the last copy of a world
+/// group does it when it goes.
+///
+/// A process that ends without it does it then; one that ends with an exit code other than 0 and
+/// kStoppedExitCode tells the others that it failed, and the code.
 void shutdown(const Group& world) noexcept;
 
 }  // namespace accelerate::comm

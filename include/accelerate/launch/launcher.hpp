@@ -36,7 +36,8 @@ class LaunchOptions {
 
 /// Runs `options.command()` once per process on this machine, with the variables that torchrun sets
 /// (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT), and
-/// waits until all have ended.
+/// waits until all have ended. Unless the environment has one, they are given a random secret
+/// (ACCELERATE_SECRET) by which they know each other from strangers.
 ///
 /// As soon as one ends badly the others are told to stop (SIGTERM, and SIGKILL after the grace
 /// period), so that nobody waits for a peer that is gone. SIGINT, SIGTERM and SIGHUP are passed on
