@@ -76,7 +76,6 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   fsdp_ = resolved.fsdp;
   ddp_ = resolved.ddp;
   deepspeed_ = resolved.deepspeed;
-  if (resolved.state.debug()) fsdp_.verify_control_flow(true);
   if (strategy_ == StrategyKind::automatic && num_processes() == 1)
     strategy_ = StrategyKind::single;
   if (strategy_ == StrategyKind::single && num_processes() > 1) {

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace accelerate::intercept {
 
@@ -40,6 +41,16 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
                        ". Raise the limit, or split the module into smaller units."));
     }
   }
+  if (options.all_every_pass && options.resident_limit > 0) {
+    std::int64_t all = 0;
+    for (const auto& unit : units_) all += unit->storage().bytes();
+    if (all > options.resident_limit) {
+      throw ShardingError(
+          text::concat("Every pass is to bring all units, which need ", text::format_bytes(all),
+                       " together, and the limit on parameters in memory is ",
+                       text::format_bytes(options.resident_limit), ". Raise the limit."));
+    }
+  }
   // Everything that can be refused has been; from here on the user's parameters change.
   const MemoryKindScope kind(MemoryKind::parameters);
   for (const auto& unit : units_) {
@@ -63,6 +74,12 @@ void Engine::start(Entry& entry, bool ahead) {
   statistics_.peak_resident_bytes = std::max(statistics_.peak_resident_bytes, resident_bytes_);
   ++statistics_.brought;
   if (ahead) ++statistics_.prefetched;
+}
+
+void Engine::start_all() {
+  for (Entry& entry : entries_) {
+    if (entry.state == State::absent) start(entry, /*ahead=*/true);
+  }
 }
 
 void Engine::finish(Entry& entry) {
@@ -235,8 +252,11 @@ void Engine::repointed(TaggedStorage& storage) {
 
 void Engine::begin_pass(Pass kind) {
   const std::lock_guard lock(mutex_);
-  if (pass_open_) return;
   const Quiet quiet;
+  if (pass_open_) {
+    if (options_.all_every_pass) start_all();  // a step has made them absent
+    return;
+  }
   kind_ = kind;
   pass_open_ = true;
   current_ = -1;
@@ -245,6 +265,7 @@ void Engine::begin_pass(Pass kind) {
     entry.unit->storage().set_ready(false);
   }
   trace().begin();
+  if (options_.all_every_pass) return start_all();
   const std::vector<int> next = next_units();
   drop_all_but(next);
   for (const int index : next) {
@@ -257,10 +278,39 @@ void Engine::end_pass() {
   const std::lock_guard lock(mutex_);
   if (!pass_open_) return;
   const Quiet quiet;
-  trace().end();
+  if (std::exchange(pass_forgotten_, false)) {
+    trace().begin();
+  } else {
+    trace().end();
+  }
   pass_open_ = false;
   current_ = -1;
   drop_all_but({});
+}
+
+void Engine::forget_pass() {
+  const std::lock_guard lock(mutex_);
+  pass_forgotten_ = pass_open_;
+}
+
+void Engine::abandon_pass() {
+  {
+    const std::lock_guard lock(mutex_);
+    pass_forgotten_ = pass_open_;
+    const Quiet quiet;
+    for (Entry& entry : entries_) {
+      if (entry.state != State::arriving) continue;
+      try {
+        finish(entry);
+      } catch (const Error&) {
+        // It never set out; finish has made it absent.
+      }
+    }
+  }
+  end_pass();
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for (Entry& entry : entries_) let_go(entry);  // ranks may have come to different units
 }
 
 bool Engine::in_pass(Pass kind) const {
@@ -363,7 +413,9 @@ std::vector<int> Engine::first_demands() const {
   const auto add = [&](int index) {
     if (std::find(order.begin(), order.end(), index) == order.end()) order.push_back(index);
   };
-  for (const int index : trace().visited()) add(index);
+  if (!options_.all_every_pass) {
+    for (const int index : trace().visited()) add(index);
+  }
   for (const auto& unit : units_) add(unit->index());
   return order;
 }

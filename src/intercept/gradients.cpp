@@ -250,7 +250,7 @@ void Gradients::settle() {
     const MemoryKindScope kind(MemoryKind::gradients);
     sink_.abandon();
   }
-  engine_.end_pass();
+  engine_.abandon_pass();
 }
 
 void Gradients::stand_for(const Unit& unit, std::size_t p, bool there) {
@@ -364,6 +364,30 @@ void Gradients::collect(std::size_t u, std::size_t p) {
   gradient.reset();
 }
 
+std::vector<int> Gradients::reduction_order() const {
+  std::vector<int> order;
+  const std::vector<int> forward = engine_.first_demands();
+  for (auto index = forward.rbegin(); index != forward.rend(); ++index) {
+    const auto& parameters = engine_.units()[static_cast<std::size_t>(*index)]->parameters();
+    const bool trained =
+        std::any_of(parameters.begin(), parameters.end(),
+                    [](const UnitParameter& each) { return each.parameter.requires_grad(); });
+    if (trained) order.push_back(*index);
+  }
+  return order;
+}
+
+void Gradients::give_kept(const Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  give(static_cast<std::size_t>(unit.index()));
+}
+
+void Gradients::give_all_kept() {
+  for (const int index : reduction_order())
+    give_kept(*engine_.units()[static_cast<std::size_t>(index)]);
+}
+
 Gradients::Task& Gradients::present_task() {
   const int id = torch::autograd::get_current_graph_task_id();
   for (Task& task : tasks_) {
@@ -399,15 +423,7 @@ void Gradients::begin_session() {
   several_ = false;
   reached_ = none();
   next_given_ = 0;
-  order_.clear();
-  const std::vector<int> forward = engine_.first_demands();
-  for (auto index = forward.rbegin(); index != forward.rend(); ++index) {
-    const auto& parameters = engine_.units()[static_cast<std::size_t>(*index)]->parameters();
-    const bool trained =
-        std::any_of(parameters.begin(), parameters.end(),
-                    [](const UnitParameter& each) { return each.parameter.requires_grad(); });
-    if (trained) order_.push_back(*index);
-  }
+  order_ = reduction_order();
   for (Collected& collected : collected_) collected.given = false;
   for (std::size_t u = 0; u < collected_.size(); ++u) {
     for (std::size_t p = 0; p < collected_[u].standing.size(); ++p) notice_cleared(u, p);

@@ -34,7 +34,8 @@ Fsdp::~Fsdp() {
   // Alone there is nobody to ask for the parameters, so they can be given back.
   if (impl_->gather_group.size() == 1) {
     try {
-      restore();
+      impl_->gradients.reset();
+      impl_->engine->restore();
     } catch (const std::exception& error) {
       log::error(
           text::concat("The parameters could not be given back to the module: ", describe(error)));
@@ -51,10 +52,16 @@ const FsdpOptions& Fsdp::options() const noexcept { return impl_->options; }
 void Fsdp::before_forward(const ForwardContext& context) {
   Strategy::before_forward(context);
   impl_->require_sharded();
+  impl_->begin_pass();
   impl_->gradients->settle();
   impl_->engine->check_tagged();
   impl_->refresh_if_stepped();
-  impl_->gradients->set_reduce(context.sync || impl_->options.reduce_every_backward());
+  impl_->reduces = context.sync || impl_->options.reduce_every_backward();
+  impl_->gradients->set_reduce(impl_->reduces);
+  if (context.grad_enabled) {
+    impl_->expects_backward = true;
+    impl_->control_flow->begin_forward();
+  }
   impl_->engine->begin_pass(context.grad_enabled ? Engine::Pass::training
                                                  : Engine::Pass::inference);
 }
@@ -66,6 +73,7 @@ void Fsdp::after_forward(const ForwardContext& context, const std::vector<at::Te
 
 void Fsdp::sync_in_next_backward() {
   impl_->require_sharded();
+  impl_->reduces = true;
   impl_->gradients->set_reduce(true);
 }
 
@@ -79,7 +87,9 @@ void Fsdp::before_backward() {
 }
 
 void Fsdp::after_backward() {
-  if (!is_restored()) impl_->gradients->end(/*failed=*/false);
+  if (is_restored()) return;
+  impl_->gradients->end(/*failed=*/false);
+  if (impl_->expects_backward) impl_->join_backward();
 }
 
 void Fsdp::backward_failed() noexcept {
@@ -111,6 +121,9 @@ void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
         "' is only a part of one. Clear the gradients with the prepared optimizer's zero_grad() "
         "before the next backward."));
   }
+  impl_->control_flow->check();
+  // A forward after the backward, to evaluate, has none to wait for.
+  if (impl_->expects_backward && !impl_->has_reduced) impl_->join_backward();
   if (impl_->gradients->keeps(owned)) {
     throw StateError(
         "The optimizer was asked to step while gradients of micro-batches without synchronisation "
@@ -122,6 +135,7 @@ void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
 
 void Fsdp::after_step(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
+  impl_->has_reduced = false;
   const intercept::ParameterSet owned = impl_->of(leaves);
   for (std::size_t u = 0; u < owned.size(); ++u) {
     Impl::Part& part = impl_->parts[u];
@@ -140,6 +154,7 @@ void Fsdp::after_step(const std::vector<at::Tensor>& leaves) {
 
 void Fsdp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
+  impl_->has_reduced = false;
   const intercept::ParameterSet owned = impl_->of(leaves);
   impl_->gradients->clear(owned);
   for (std::size_t u = 0; u < owned.size(); ++u) {
@@ -172,7 +187,12 @@ at::Tensor Fsdp::grad_norm(double p) const {
   if (impl_->reduce_group.size() == 1) return total;
   const auto reduce = [&](comm::ReduceOp op) {
     Impl::saying([] { return std::string("Taking the norm of the sharded gradients"); },
-                 [&] { impl_->reduce_group.all_reduce(total, op).wait(); });
+                 [&] {
+                   const auto collective = impl_->control_flow->start(
+                       {ControlFlow::Event::reduce, ControlFlow::kNorm}, total,
+                       [&] { return impl_->reduce_group.all_reduce(total, op); });
+                   impl_->control_flow->wait(collective).wait();
+                 });
   };
   if (std::isinf(p)) {
     reduce(p > 0 ? comm::ReduceOp::max : comm::ReduceOp::min);

@@ -84,6 +84,11 @@ class Gradients {
   void clear(const ParameterSet& parameters);
   /// No parameter, to be filled in.
   ParameterSet none() const;
+  /// Gives the sink what is kept for one unit, or zeros; for the units in the order of a reduction,
+  /// outside of a backward.
+  void give_kept(const Unit& unit);
+  /// As `give_kept`, for every unit that is trained.
+  void give_all_kept();
 
   /// A parameter has a gradient, or none any more: sees to what stands for it. Between passes.
   void stand_for(const Unit& unit, std::size_t parameter, bool there);
@@ -118,6 +123,7 @@ class Gradients {
   bool end_session_if_over();
   void note_failure() noexcept;
   void spoil(const ParameterSet& parameters);
+  std::vector<int> reduction_order() const;
   void open(std::size_t unit);
   bool complete(std::size_t unit) const;
   void give(std::size_t unit);
