@@ -3,6 +3,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/intercept/key.hpp>
+#include <accelerate/intercept/tagged_storage.hpp>
 #include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
@@ -16,6 +17,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/optim/lbfgs.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -206,6 +208,19 @@ std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
 
 void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
                        const std::shared_ptr<detail::PreparedModuleCore>& module) {
+  const bool cut = num_processes() > 1 && module->strategy->owns_leaves() &&
+                   fsdp_.sharding_strategy() != ShardingStrategy::no_shard;
+  if (cut && dynamic_cast<torch::optim::LBFGS*>(&optimizer->optimizer()) != nullptr) {
+    for (const at::Tensor& parameter : optimizer->parameters()) {
+      if (!module->strategy->optimizer_leaf(parameter).defined()) continue;
+      throw UnsupportedError(text::concat(
+          "LBFGS was given parameters of a module under the strategy \"", module->strategy->name(),
+          "\", which cuts each of them over the processes: its line search and its products of "
+          "vectors would see another part on each process. Use the strategy ddp or one process "
+          "with "
+          "it, or another optimizer."));
+    }
+  }
   if (!optimizer->link(module->strategy)) return;
   for (ModuleEntry& entry : modules_) entry.has_optimizer |= entry.core == module;
 }
@@ -412,7 +427,8 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
   for (const at::Tensor& parameter : parameters) {
     for (const ModuleEntry& entry : modules_) {
       const at::Tensor leaf = entry.core->strategy->optimizer_leaf(parameter);
-      if (leaf.defined() && !leaf.is_same(parameter)) {
+      if ((leaf.defined() && !leaf.is_same(parameter)) ||
+          intercept::is_part_of_gradient(parameter.grad())) {
         throw StateError(text::concat(
             "clip_grad_norm_() was given parameters of a module under the strategy \"",
             entry.core->strategy->name(),

@@ -1,17 +1,22 @@
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <unordered_map>
+#include <vector>
 
 namespace accelerate {
 namespace {
@@ -21,6 +26,54 @@ void for_each_parameter(torch::optim::Optimizer& optimizer, Visitor&& visitor) {
   for (auto& group : optimizer.param_groups()) {
     for (at::Tensor& parameter : group.params()) visitor(parameter);
   }
+}
+
+// LibTorch steps a parameter as often as it is listed, and `parameters()` of a TorchScript module
+// lists a tied one under each of its names.
+void list_each_once(torch::optim::Optimizer& optimizer) {
+  auto& groups = optimizer.param_groups();
+  std::unordered_map<const void*, std::size_t> group_of;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    for (const at::Tensor& parameter : groups[i].params()) {
+      const auto [at, fresh] = group_of.try_emplace(parameter.unsafeGetTensorImpl(), i);
+      if (fresh || at->second == i) continue;
+      throw ConfigError(text::concat(
+          "A parameter of shape [", text::join(parameter.sizes()), "] is in the parameter groups ",
+          at->second, " and ", i,
+          " of one optimizer, which would step it twice with options that may differ. List it in "
+          "one group."));
+    }
+  }
+  std::size_t repeated = 0;
+  for (auto& group : groups) {
+    auto& params = group.params();
+    std::vector<at::Tensor> once;
+    for (const at::Tensor& parameter : params) {
+      if (group_of.erase(parameter.unsafeGetTensorImpl()) > 0) once.push_back(parameter);
+    }
+    repeated += params.size() - once.size();
+    params = std::move(once);
+  }
+  if (repeated == 0) return;
+  log::warning(text::concat(
+      "The optimizer lists ", repeated, repeated == 1 ? " parameter" : " parameters",
+      " more than once, as a module with tied weights gives them. Each is stepped once."));
+}
+
+// The state that an optimizer's constructor makes, for `leaf`; null when the state is the fruit of
+// steps, or of a type that is not known.
+std::unique_ptr<torch::optim::OptimizerParamState> fresh_state_for(
+    const at::Tensor& leaf, const torch::optim::OptimizerParamState& state,
+    const torch::optim::Optimizer& optimizer) {
+  const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(&state);
+  const auto* options = dynamic_cast<const torch::optim::AdagradOptions*>(&optimizer.defaults());
+  if (adagrad == nullptr || options == nullptr || adagrad->step() != 0 ||
+      !adagrad->sum().eq(options->initial_accumulator_value()).all().item<bool>())
+    return nullptr;
+  auto fresh = std::make_unique<torch::optim::AdagradParamState>();
+  fresh->step(0);
+  fresh->sum(at::full_like(leaf.detach(), options->initial_accumulator_value()));
+  return fresh;
 }
 
 }  // namespace
@@ -35,6 +88,7 @@ OptimizerCore::OptimizerCore(std::shared_ptr<torch::optim::Optimizer> optimizer,
   if (optimizer_ == nullptr)
     throw ConfigError("A null optimizer was given to prepare. Construct it first.");
   if (scaler_ != nullptr && !scaler_->enabled()) scaler_.reset();
+  list_each_once(*optimizer_);
 }
 
 bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
@@ -44,13 +98,18 @@ bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
     const at::Tensor leaf = strategy->optimizer_leaf(parameter);
     if (!leaf.defined()) return;
     leaves.push_back(leaf);
-    if (leaf.is_same(parameter)) return;
-    const auto found = state.find(parameter.unsafeGetTensorImpl());
-    if (found != state.end()) {
-      throw StateError(text::concat(
-          "A parameter of shape [", text::join(parameter.sizes()),
-          "] is being sharded after its optimizer has stepped, and its optimizer state is whole. "
-          "Prepare the model and the optimizer before the first step."));
+    if (const auto found = state.find(parameter.unsafeGetTensorImpl()); found != state.end()) {
+      auto fresh = fresh_state_for(leaf, *found->second, *optimizer_);
+      if (fresh == nullptr && !leaf.is_same(parameter)) {
+        throw StateError(text::concat(
+            "A parameter of shape [", text::join(parameter.sizes()),
+            "] is being sharded, and its optimizer has state for it already, which is whole: it "
+            "has stepped. Prepare the model and the optimizer before the first step."));
+      }
+      if (fresh != nullptr) {
+        state.erase(found);
+        state[leaf.unsafeGetTensorImpl()] = std::move(fresh);
+      }
     }
     parameter = leaf;
   });

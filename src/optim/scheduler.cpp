@@ -22,6 +22,15 @@ struct Access : torch::optim::LRScheduler {
   }
 };
 
+// And what it keeps for itself alone can be named where a template is instantiated explicitly.
+using SetRates = void (torch::optim::LRScheduler::*)(const std::vector<double>&);
+SetRates set_rates();
+template <SetRates kMember>
+struct PrivateAccess {
+  friend SetRates set_rates() { return kMember; }
+};
+template struct PrivateAccess<&torch::optim::LRScheduler::set_optimizer_lrs>;
+
 }  // namespace
 
 SchedulerCore::SchedulerCore(std::shared_ptr<GradientState> gradients,
@@ -60,12 +69,14 @@ void load_scheduler_state(torch::optim::LRScheduler& scheduler, const Json& stat
   } catch (const Json::exception&) {
     std::throw_with_nested(CheckpointError("This is not the state of a LibTorch scheduler.", ""));
   }
-  if (rates != Access::rates(scheduler)) {
-    throw StateError(text::concat("The scheduler's state goes with the learning rates ",
-                                  text::join(rates), ", and its optimizer has ",
-                                  text::join(Access::rates(scheduler)),
-                                  ". Load the optimizer's state first."));
+  const std::size_t groups = Access::rates(scheduler).size();
+  if (rates.size() != groups) {
+    throw CheckpointError(
+        text::concat("The state of a LibTorch scheduler has ", rates.size(),
+                     " learning rates, and its optimizer has ", groups, " parameter groups."),
+        "");
   }
+  (scheduler.*set_rates())(rates);
   Access::step_count(scheduler) = count;
 }
 

@@ -88,11 +88,13 @@ void Fsdp::backward_failed() noexcept {
 
 void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   Strategy::check_gradients(leaves);
   impl_->engine->check_tagged();
   for (const auto& unit : impl_->engine->units()) {
     for (const UnitParameter& parameter : unit->parameters()) {
-      if (!parameter.parameter.grad().defined()) continue;
+      const at::Tensor& own = parameter.parameter.grad();
+      if (!own.defined() || intercept::is_tagged(own)) continue;  // what stands for the leaf's
       throw StateError(text::concat("The sharded parameter '", parameter.name,
                                     "' has a gradient of its own, which was not reduced over the "
                                     "ranks and would not be used. A hook set after prepare() took "
@@ -138,10 +140,18 @@ void Fsdp::after_step(const std::vector<at::Tensor>& leaves) {
 
 void Fsdp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
-  impl_->gradients->clear(impl_->of(leaves));
+  const intercept::ParameterSet owned = impl_->of(leaves);
+  impl_->gradients->clear(owned);
+  for (std::size_t u = 0; u < owned.size(); ++u) {
+    for (std::size_t p = 0; p < owned[u].size(); ++p) {
+      if (owned[u][p]) impl_->gradients->stand_for(*impl_->engine->units()[u], p, false);
+    }
+  }
 }
 
 at::Tensor Fsdp::grad_norm(double p) const {
+  impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   const Quiet quiet;
   const auto all = impl_->local_gradients();
   const at::Device device = impl_->parts.front().shard.device();
@@ -149,8 +159,11 @@ at::Tensor Fsdp::grad_norm(double p) const {
   for (const at::Tensor& gradient : all) by_dtype[gradient.scalar_type()].push_back(gradient);
   std::vector<at::Tensor> norms;
   at::ScalarType dtype = at::kFloat;
-  for (const Impl::Part& part : impl_->parts)
-    dtype = c10::promoteTypes(dtype, c10::toRealValueType(part.shard.scalar_type()));
+  for (const Impl::Part& part : impl_->parts) {
+    // The eight-bit types promote to nothing.
+    if (part.shard.element_size() > 1)
+      dtype = c10::promoteTypes(dtype, c10::toRealValueType(part.shard.scalar_type()));
+  }
   for (const auto& [kind, gradients] : by_dtype) {
     for (const at::Tensor& norm : at::_foreach_norm(gradients, p)) norms.push_back(norm.to(dtype));
   }
@@ -171,12 +184,16 @@ at::Tensor Fsdp::grad_norm(double p) const {
 }
 
 void Fsdp::scale_gradients_(const at::Tensor& factor) {
+  impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   const Quiet quiet;
   const auto all = impl_->local_gradients();
   if (!all.empty()) at::_foreach_mul_(all, factor.to(all.front().device()));
 }
 
 void Fsdp::clip_grad_value_(double limit) {
+  impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   const Quiet quiet;
   const auto all = impl_->local_gradients();
   if (all.empty()) return;

@@ -2,10 +2,12 @@
 #include <accelerate/base/text.hpp>
 #include <intercept/quiet.hpp>
 #include <parallel/fsdp_impl.hpp>
+#include <parallel/shared_memory.hpp>
 #include <parallel/unit_plan.hpp>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/jit/codegen/fuser/interface.h>
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
@@ -107,6 +109,10 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
   }
   auto plans = plan_units(module, options);
   check_same_on_all_ranks(plans, group);
+  // References that somebody else has may differ between ranks, and the refusal must not.
+  for (const std::string& shared : group.all_gather_bytes(shared_memory(module, plans))) {
+    if (!shared.empty()) throw ShardingError(shared);
+  }
   make_groups(group);
   for (auto& plan : plans) {
     switch (options.sharding_strategy()) {
@@ -132,6 +138,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
   intercept::EngineOptions engine_options;
   engine_options.parts = gather_group.size();
   engine_options.compute_dtype = options.mixed_precision().param_dtype;
+  engine_options.reduce_dtype = options.mixed_precision().reduce_dtype;
   engine_options.prefetch = options.forward_prefetch() ? options.prefetch_units() : 0;
   engine_options.prefetch_in_backward =
       options.backward_prefetch() == BackwardPrefetch::backward_pre ? options.prefetch_units() : 0;
@@ -142,8 +149,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
                                       if (options.sync_module_states()) from_rank_zero(flat, group);
                                       adopt(unit, std::move(flat));
                                     });
-  gradients = std::make_unique<intercept::Gradients>(*engine, *this,
-                                                     options.mixed_precision().reduce_dtype);
+  gradients = std::make_unique<intercept::Gradients>(*engine, *this);
   for (std::size_t u = 0; u < parts.size(); ++u) {
     for (std::size_t p = 0; p < parts[u].leaves.size(); ++p)
       place_of[parts[u].leaves[p].unsafeGetTensorImpl()] = {u, p};
@@ -166,8 +172,11 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     }
   }
   if (const auto dtype = options.mixed_precision().buffer_dtype) {
+    const auto kept = options.mixed_precision().param_dtype ? norm_statistics(module)
+                                                            : std::unordered_set<const void*>();
     for (const auto& [key, buffer] : module.buffers()) {
-      if (buffer.is_floating_point()) at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
+      if (buffer.is_floating_point() && !kept.contains(buffer.unsafeGetTensorImpl()))
+        at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
     }
   }
 }
@@ -299,17 +308,24 @@ void Fsdp::Impl::leaving(const Unit& unit, const at::Tensor& contents) {
   part.reshard = contents.narrow(0, reshard_group.rank() * length, length).clone();
 }
 
-void Fsdp::Impl::write_back(const Unit& unit, const UnitParameter& parameter,
-                            const at::Tensor& contents) {
+void Fsdp::Impl::write_back(const Unit& unit, const UnitParameter&,
+                            const intercept::Written& written, const at::Tensor& contents) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   wait_for_copies();
   part.reshard.reset();
   const std::int64_t begin = gather_group.rank() * unit.layout().part;
-  const std::int64_t from = std::max(parameter.offset, begin);
-  const std::int64_t to =
-      std::min(parameter.offset + parameter.elements, begin + unit.layout().part);
-  if (from < to)
-    part.shard.narrow(0, from - begin, to - from).copy_(contents.narrow(0, from, to - from));
+  const std::int64_t from = std::max(written.begin, begin);
+  const std::int64_t to = std::min(written.end, begin + unit.layout().part);
+  if (from >= to) return;
+  const at::Tensor home = part.shard.narrow(0, from - begin, to - from);
+  const at::Tensor now = contents.narrow(0, from, to - from);
+  if (written.all || unit.compute_dtype() == unit.dtype()) {
+    home.copy_(now);
+    return;
+  }
+  // What the operator left alone keeps the bits that the compute dtype has no place for.
+  const at::Tensor changed = now.ne(home.to(now.device(), now.scalar_type()));
+  home.copy_(at::where(changed.to(home.device()), now.to(home.device(), home.scalar_type()), home));
 }
 
 at::Tensor Fsdp::Impl::bring_full(const Unit& unit) {
@@ -398,16 +414,27 @@ void Fsdp::Impl::finish_reduction() {
     for (std::size_t p = 0; p < used.size(); ++p) used[p] = flags.const_data_ptr<float>()[p] > 0;
   }
   const at::Tensor mine = reduction.output.to(part.shard.device(), part.shard.scalar_type());
+  const int ranks_of_a_unit = gather_group.size();
   for (std::size_t p = 0; p < used.size(); ++p) {
     at::Tensor& leaf = part.leaves[p];
     if (!used[p] || !unit.parameters()[p].parameter.requires_grad()) continue;
-    const at::Tensor gradient = plain_view(mine, leaf.sizes(), part.leaf_offsets[p]);
+    const at::Tensor gradient =
+        ranks_of_a_unit > 1 ? intercept::part_of_gradient(mine, leaf.sizes(), part.leaf_offsets[p])
+                            : plain_view(mine, leaf.sizes(), part.leaf_offsets[p]);
     if (leaf.grad().defined()) {
       leaf.mutable_grad().add_(gradient);
     } else {
       leaf.mutable_grad() = gradient;
     }
   }
+}
+
+bool Fsdp::Impl::has_gradient(const Unit& unit, std::size_t parameter) const {
+  return parts[static_cast<std::size_t>(unit.index())].leaves[parameter].grad().defined();
+}
+
+void Fsdp::Impl::cleared(const Unit& unit, std::size_t parameter) {
+  parts[static_cast<std::size_t>(unit.index())].leaves[parameter].mutable_grad().reset();
 }
 
 void Fsdp::Impl::finish(bool reduced) {

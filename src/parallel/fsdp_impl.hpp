@@ -85,13 +85,15 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
   void finish_bring(const intercept::Unit& unit, const at::Tensor& contents) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
-                  const at::Tensor& contents) override;
+                  const intercept::Written& written, const at::Tensor& contents) override;
   void leaving(const intercept::Unit& unit, const at::Tensor& contents) override;
   at::Tensor bring_full(const intercept::Unit& unit) override;
   void write_back_full(const intercept::Unit& unit, const at::Tensor& full) override;
   void reduce(const intercept::Unit& unit, intercept::UnitGradients given) override;
   void finish(bool reduced) override;
   void abandon() override;
+  bool has_gradient(const intercept::Unit& unit, std::size_t parameter) const override;
+  void cleared(const intercept::Unit& unit, std::size_t parameter) override;
 };
 
 }  // namespace accelerate::parallel

@@ -45,21 +45,17 @@ TEST(Text, NumbersDoNotFollowTheLocaleOfStreams) {
 }
 
 TEST(Text, NumbersDoNotFollowTheLocaleOfC) {
-  const testing::CLocale german("de_DE");
-  if (!german.found()) GTEST_SKIP() << "localedef or the sources of locales are not there";
+  const testing::GermanC german;
+  if (!german.found()) GTEST_SKIP() << "localedef is not there";
   char follows[16];
   std::snprintf(follows, sizeof follows, "%.1f", 0.5);
   ASSERT_STREQ(follows, "0,5");
   expect_plain_numbers();
 }
 
-TEST(Text, LettersAreThoseOfAscii) {
-  // tr_TR's small letter of I is another one.
-  const testing::CLocale turkish("tr_TR");
-  if (!turkish.found()) GTEST_SKIP() << "localedef or the sources of locales are not there";
-  EXPECT_EQ(text::to_lower("MPI"), "mpi");
-  EXPECT_EQ(text::to_bool("FALSE"), false);
-  EXPECT_EQ(text::trim(" \t\n\v\f\r x "), "x");
+TEST(Text, LettersAndSpacesAreThoseOfAscii) {
+  EXPECT_EQ(text::to_lower("MPI\xc4"), "mpi\xc4");
+  EXPECT_EQ(text::trim(" \t\n\v\f\r x\xa0 "), "x\xa0");
 }
 
 TEST(Text, ControlCharactersDoNotReachTheTerminal) {

@@ -26,6 +26,9 @@ struct UnitPlan {
   std::string name;
   std::vector<NamedTensor> parameters;
   Stay stay = Stay::while_used;
+  /// They are computed with, and their gradients reduced, in their own dtype whatever EngineOptions
+  /// say.
+  bool own_dtype = false;
 };
 
 struct EngineOptions {
@@ -33,6 +36,9 @@ struct EngineOptions {
   int parts = 1;
   /// The dtype in which floating-point parameters are brought; their own unless set.
   std::optional<at::ScalarType> compute_dtype = {};
+  /// The dtype in which gradients of floating-point parameters are collected and reduced; that in
+  /// which the parameters are brought unless set.
+  std::optional<at::ScalarType> reduce_dtype = {};
   /// Where the parameters are computed with; where they were unless set.
   std::optional<at::Device> compute_device = {};
   /// Units that are brought ahead of their use, once a pass has been recorded.
