@@ -120,9 +120,13 @@ detail::Prepared Accelerator::prepared() const {
 std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record,
                                                                       const void* identity,
                                                                       bool evaluation_mode) {
+  std::shared_ptr<detail::PreparedModuleCore> ended;  // by restore()
   for (ModuleEntry& entry : modules_) {
-    if (entry.identity == identity && (entry.trained || evaluation_mode)) return entry.core;
+    if (entry.identity != identity || !(entry.trained || evaluation_mode)) continue;
+    if (!entry.core->strategy->is_restored()) return entry.core;
+    ended = entry.core;
   }
+  std::erase_if(modules_, [&](const ModuleEntry& entry) { return entry.core == ended; });
   for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
     for (const auto& [name, tensor] : *tensors) {
       if (!intercept::is_tagged(tensor)) continue;
@@ -169,7 +173,13 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
   core->autocast = options_.autocast();
   modules_.push_back({identity, core, trained});
-  for (const auto& optimizer : optimizers_) link(optimizer, core);
+  for (const auto& optimizer : optimizers_) {
+    if (ended != nullptr && optimizer->relink(*ended->strategy, core->strategy)) {
+      modules_.back().has_optimizer = true;
+    } else {
+      link(optimizer, core);
+    }
+  }
   return core;
 }
 

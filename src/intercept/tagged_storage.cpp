@@ -139,9 +139,10 @@ at::Tensor TaggedStorage::empty() {
       text::concat(
           "The parameters of '", name_,
           "' are sharded or offloaded and not in memory now, so their data has no address. Use "
-          "them through tensor operators. Before code that reads raw memory, such as saving, call "
-          "remove_offload() on a dispatched module, or open summon_full_params() on a sharded "
-          "one."),
+          "them through tensor operators. Before code that reads raw memory, such as torch::save() "
+          "or data_ptr(), call remove_offload() on a dispatched module, or open "
+          "summon_full_params() on a sharded one. To save a prepared module, call "
+          "accelerator.save_model(), or save what its state_dict() returns."),
       device_);
   return std::exchange(contents_, {});
 }

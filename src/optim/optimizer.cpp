@@ -125,6 +125,40 @@ bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
   return true;
 }
 
+bool OptimizerCore::relink(const parallel::Strategy& ended,
+                           std::shared_ptr<parallel::Strategy> strategy) {
+  const auto known = std::find_if(strategies_.begin(), strategies_.end(),
+                                  [&](const auto& each) { return each.get() == &ended; });
+  if (known == strategies_.end()) return false;
+  std::vector<at::Tensor> leaves;
+  auto& state = optimizer_->state();
+  for (const auto& [name, parameter] : strategy->module().parameters()) {
+    const at::Tensor before = ended.optimizer_leaf(parameter);
+    const at::Tensor now = strategy->optimizer_leaf(parameter);
+    if (!before.defined() || !now.defined() || !owns(before)) continue;
+    if (before.sizes() != now.sizes()) {
+      throw StateError(text::concat(
+          "The parameter '", name,
+          "' is cut differently than before restore(), so its optimizer's state does not fit any "
+          "more. Make a new optimizer after restore(), and prepare that."));
+    }
+    leaves.push_back(now);
+    if (now.is_same(before)) continue;
+    for_each_parameter(*optimizer_, [&](at::Tensor& each) {
+      if (each.is_same(before)) each = now;
+    });
+    now.mutable_grad() = before.grad();
+    const auto found = state.find(before.unsafeGetTensorImpl());
+    if (found == state.end()) continue;
+    auto moved = std::move(found->second);
+    state.erase(found);
+    state[now.unsafeGetTensorImpl()] = std::move(moved);
+  }
+  leaves_[static_cast<std::size_t>(known - strategies_.begin())] = std::move(leaves);
+  *known = std::move(strategy);
+  return true;
+}
+
 at::Tensor OptimizerCore::step(const Closure& closure) {
   if (!gradients_->sync_gradients()) return {};
   if (scaler_ != nullptr && closure) {
