@@ -35,9 +35,7 @@ std::string numbered(const std::string& name, std::size_t index) {
   return index == 0 ? name : text::concat(name, "_", index);
 }
 
-std::string checkpoint_name(std::int64_t number) {
-  return std::string(kPrefix) + std::to_string(number);  // not as the global locale writes it
-}
+std::string checkpoint_name(std::int64_t number) { return text::concat(kPrefix, number); }
 
 std::int64_t number_of(const fs::path& folder) {
   const std::string name = folder.filename().string();

@@ -72,11 +72,11 @@ TEST(Print, ALineDoesNotBeginInTheMiddleOfABar) {
   {
     Progress bar(ProgressOptions(4).terminal(true).interval(0.0).enabled(true));
     bar.advance();
-    accelerator.print("step ", 12);
+    accelerator.print("step ", 1234);
   }
   const std::string out = ::testing::internal::GetCapturedStdout();
   const std::string bars = ::testing::internal::GetCapturedStderr();
-  EXPECT_EQ(out, "step 12\n");
+  EXPECT_EQ(out, "step 1234\n");
   // Written, erased for the line, and written again with the last state.
   const std::string erased = "\r\033[K\r\033[K";
   EXPECT_NE(bars.find("batches/s" + erased + " 25%"), std::string::npos) << bars;

@@ -26,14 +26,12 @@ template <class Batch>
 std::int64_t rows_of(const Batch& batch) {
   if constexpr (kIsVector<Batch>) {
     return static_cast<std::int64_t>(batch.size());
-  } else if constexpr (TensorTree<Batch>) {
+  } else {
     std::int64_t rows = -1;
     tree::for_each_tensor(batch, [&](const at::Tensor& tensor) {
       if (rows < 0 && tensor.defined() && tensor.dim() > 0) rows = tensor.size(0);
     });
     return rows < 0 ? 1 : rows;
-  } else {
-    return 1;
   }
 }
 
@@ -55,7 +53,7 @@ class StreamLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Collat
 
   void open() {
     const LoaderContext& context = this->context_;
-    constexpr bool kSendable = TensorTree<Batch> && std::is_default_constructible_v<Batch>;
+    constexpr bool kSendable = std::is_default_constructible_v<Batch>;
     const bool dispatch =
         context.group.size() > 1 && context.configuration.dispatch_batches().value_or(
                                         Source::kIterable && context.device_placement && kSendable);
