@@ -1,8 +1,8 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/run.hpp>
-#include <accelerate/base/text.hpp>
 
 #include "base/log_level.hpp"
+#include "base/plain_text.hpp"
 #include "base/terminal_line.hpp"
 
 #include <iostream>
