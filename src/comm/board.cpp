@@ -152,16 +152,17 @@ Board::Board(const Group& group, int words, Shared shared) : group_(group), word
   }
   apart_ = static_cast<int>(here_.size()) < group.size();
   if (!apart_) return;
+  store_ = process_group(group)->getStore();
+  // What is in a store stays there, so the keys are this board's own.
+  folder_ = text::concat("board/", text::split(places[0], '\n')[2], "/");
   if (here_.front() == group.rank()) {
-    // What is in a store stays there, so the keys are this board's own.
-    const std::string folder = text::concat("board/", text::split(places[0], '\n')[2], "/");
+    carries_ = true;
     for (int rank = 0; rank < group.size(); ++rank) {
       const bool other =
           rank != group.rank() && homes[static_cast<std::size_t>(rank)] == std::to_string(rank);
-      if (other) others_.emplace_back(text::concat(folder, rank), "");
+      if (other) others_.emplace_back(text::concat(folder_, rank), "");
     }
-    store_ = process_group(group)->getStore();
-    key_ = text::concat(folder, group.rank());
+    key_ = text::concat(folder_, group.rank());
     sent_ = pack();
     store_->set(key_, sent_);
   }
@@ -180,6 +181,24 @@ Board::Row& Board::row(int rank) const noexcept {
 Board::Word& Board::word(int rank, int index) const noexcept { return *(&row(rank).first + index); }
 
 bool Board::post(std::int64_t number, const std::string& text) {
+  if (head().claimed.load() >= number) return false;
+  return put_up(number, apart_ ? agreed(number, text) : text);
+}
+
+// Ranks of several machines may have something to say at the same time, in different words: the
+// first words count everywhere.
+std::string Board::agreed(std::int64_t number, const std::string& text) const {
+  try {
+    using Bytes = std::vector<std::uint8_t>;
+    const Bytes first = store_->compareSet(text::concat(folder_, "notice/", number), Bytes(),
+                                           Bytes(text.begin(), text.end()));
+    return {first.begin(), first.end()};
+  } catch (const std::exception&) {
+    return text;  // the store is gone, and the others learn that from it
+  }
+}
+
+bool Board::put_up(std::int64_t number, const std::string& text) {
   std::int64_t before = head().claimed.load();
   do {
     if (before >= number) return false;
@@ -278,7 +297,7 @@ void Board::unpack(const std::string& packed) {
   }
   from += numbers.size() * sizeof(std::int64_t);
   if (numbers.back() > 0)
-    post(numbers.back(), {from, static_cast<std::size_t>(packed.data() + packed.size() - from)});
+    put_up(numbers.back(), {from, static_cast<std::size_t>(packed.data() + packed.size() - from)});
 }
 
 bool Board::carry() {

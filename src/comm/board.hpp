@@ -67,7 +67,7 @@ class Board {
 
   /// Whether this rank carries rows between machines; its watcher then calls `carry` again and
   /// again.
-  bool carries() const noexcept { return store_ != nullptr; }
+  bool carries() const noexcept { return carries_; }
   /// Sends what is new here and takes what is new elsewhere. Returns whether anything was.
   bool carry();
 
@@ -87,6 +87,8 @@ class Board {
   Bell& row_bell(int rank, Sleeper sleeper) const noexcept;
   static void wake(Bell& bell) noexcept;
   static bool ring(Bell& bell) noexcept;
+  bool put_up(std::int64_t number, const std::string& text);
+  std::string agreed(std::int64_t number, const std::string& text) const;
   std::string pack() const;
   void unpack(const std::string& packed);
 
@@ -96,8 +98,11 @@ class Board {
   std::shared_ptr<void> memory_;
   std::vector<int> here_;  // the ranks that share this memory; the first carries
   bool apart_ = false;
-  // Of the rank that carries.
+  // Where notices are agreed on, when there are other machines.
   c10::intrusive_ptr<c10d::Store> store_;
+  std::string folder_;
+  // Of the rank that carries.
+  bool carries_ = false;
   std::string key_, sent_;
   std::vector<std::pair<std::string, std::string>> others_;  // key, and what was read there last
 };

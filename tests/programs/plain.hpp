@@ -179,7 +179,7 @@ class Plain {
     if constexpr (sizeof...(T) == 1)
       return prepare_one(std::forward<T>(objects)...);
     else
-      return std::tuple(prepare_one(std::forward<T>(objects))...);
+      return std::tuple{prepare_one(std::forward<T>(objects))...};  // from left to right
   }
   template <class M>
   auto prepare_for_evaluation(M&& module) {
