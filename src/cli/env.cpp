@@ -104,8 +104,7 @@ void run() {
         std::cout << "variable:            "
                   << text::printable(name + "=" +
                                      (name == "ACCELERATE_SECRET" ? "(not shown)" : value))
-                  << "
-";
+                  << "\n";
     }
   }
 }
