@@ -184,6 +184,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     return target;
   }
   checkpoints::Load load(group_, target);
+  const auto present = live_loaders();
   const auto modules = named_modules(prepared);
   std::vector<checkpoints::IncomingOptimizerState> optimizers;
   std::vector<std::pair<std::size_t, std::vector<NamedTensor>>> tensor_objects;
@@ -216,7 +217,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
                        schedulers_[i].type, ". Prepare the same, in the same order."),
           path);
     }
-    compare("loaders", "loaders", loaders_.size());
+    compare("loaders", "loaders", present.size());
     compare("objects", "custom objects", objects_.size());
     for (std::size_t i = 0; i < modules.size(); ++i)
       load.want_all(checkpoints::module_group(*prepared.modules[i], numbered("model", i)),
@@ -225,7 +226,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
       const std::string name = numbered("optimizer", i);
       optimizers.emplace_back(prepared.optimizers[i]->optimizer(), modules, json(name), name, load);
     }
-    for (std::size_t i = 0; i < loaders_.size(); ++i)
+    for (std::size_t i = 0; i < present.size(); ++i)
       loaders.push_back(own_state(json(numbered("sampler", i)), group_, path));
     for (std::size_t i = 0; i < schedulers_.size(); ++i)
       schedulers.push_back(json(numbered("scheduler", i)));
@@ -256,8 +257,13 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
     for (const auto& hook : load_hooks_) {
       if (*hook) (*hook)(load.folder());
     }
-    for (std::size_t i = 0; i < loaders_.size(); ++i) loaders_[i]->load_state_dict(loaders[i]);
-    for (std::size_t i = 0; i < schedulers_.size(); ++i) schedulers_[i].load(schedulers[i]);
+    for (std::size_t i = 0; i < present.size(); ++i) present[i]->load_state_dict(loaders[i]);
+    const Json paces = load.manifest().about.value("scheduler_paces", Json::array());
+    for (std::size_t i = 0; i < schedulers_.size(); ++i) {
+      schedulers_[i].load(schedulers[i]);
+      if (i < paces.size())
+        schedulers_[i].scheduler.lock()->continue_pace(paces[i], batch_size(present));
+    }
     for (std::size_t i = 0; i < objects_.size(); ++i) {
       if (objects_[i].load) objects_[i].load(objects[i]);
     }
