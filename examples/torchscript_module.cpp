@@ -40,8 +40,10 @@ int train(const std::string& module_path, const std::string& data_path) {
     throw accelerate::DataError("The module " + module_path +
                                 " cannot be read. Export it first: examples/export_module.py.");
   auto module = torch::jit::load(module_path);
+  // Each parameter once: `module.parameters()` gives a tied one under each of its names.
+  const accelerate::ModuleRecord record(module);
   std::vector<torch::Tensor> parameters;
-  for (const auto& parameter : module.parameters()) parameters.push_back(parameter);
+  for (const auto& [name, parameter] : record.parameters()) parameters.push_back(parameter);
   torch::optim::AdamW adam(parameters, 3e-3);
   auto plan = accelerate::data::loader(Digits(data_path).map(torch::data::transforms::Stack<>()),
                                        torch::data::DataLoaderOptions().batch_size(32));

@@ -7,6 +7,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/json.hpp>
 #include <accelerate/base/log.hpp>
+#include <accelerate/base/run.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/big_model/init_empty.hpp>
 #include <accelerate/big_model/load.hpp>

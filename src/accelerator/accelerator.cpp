@@ -3,6 +3,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/intercept/key.hpp>
+#include <accelerate/intercept/tagged_storage.hpp>
 #include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
@@ -16,6 +17,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/optim/lbfgs.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -74,7 +76,6 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   fsdp_ = resolved.fsdp;
   ddp_ = resolved.ddp;
   deepspeed_ = resolved.deepspeed;
-  if (resolved.state.debug()) fsdp_.verify_control_flow(true);
   if (strategy_ == StrategyKind::automatic && num_processes() == 1)
     strategy_ = StrategyKind::single;
   if (strategy_ == StrategyKind::single && num_processes() > 1) {
@@ -131,6 +132,11 @@ bool share_tensors(const ModuleRecord& a, const ModuleRecord& b) {
               return own.tensor.is_same(other.tensor);
             });
           }));
+}
+
+// For an optimizer, which keeps the whole of what was prepared.
+std::shared_ptr<parallel::Strategy> whole(const std::shared_ptr<detail::PreparedModuleCore>& core) {
+  return {core, core->strategy.get()};
 }
 
 // On several processes, of a module that was prepared where there was nothing to train.
@@ -198,79 +204,83 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
       std::any_of(record.parameters().begin(), record.parameters().end(),
                   [](const NamedTensor& entry) { return entry.tensor.requires_grad(); });
   std::shared_ptr<detail::PreparedModuleCore> core;
+  std::shared_ptr<detail::PreparedModuleCore> ended;  // by restore()
   for (const auto& known : modules()) {
-    if (known->strategy->is_restored()) continue;
     if (known->identity != identity || !share_tensors(known->strategy->module(), record)) continue;
+    if (known->strategy->is_restored()) {
+      if (known->trained && trained) ended = known;
+      continue;
+    }
     if (known->trained || !trained) return known;
     core = known;  // for evaluation, and now to be trained too
   }
-  prune();
-  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
-    for (const auto& [name, tensor] : *tensors) {
-      if (!intercept::is_tagged(tensor)) continue;
-      throw StateError(text::concat(
-          "The module's ", name,
-          " comes and goes already: the module was dispatched by a device map, or another "
-          "Accelerator has sharded it. A dispatched module needs no prepare(): call what "
-          "dispatch_model returned. To train it, call remove_offload() first and prepare it "
-          "then."));
-    }
+}
+prune();
+std::erase_if(modules_, [&](const auto& known) { return ended && known.lock() == ended; });
+for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+  for (const auto& [name, tensor] : *tensors) {
+    if (!intercept::is_tagged(tensor)) continue;
+    throw StateError(text::concat(
+        "The module's ", name,
+        " comes and goes already: the module was dispatched by a device map, or another "
+        "Accelerator has sharded it. A dispatched module needs no prepare(): call what "
+        "dispatch_model returned. To train it, call remove_offload() first and prepare it "
+        "then."));
   }
-  const auto elsewhere = [&](const NamedTensor& entry) {
-    return entry.tensor.device() != device();
-  };
-  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
-    const auto found = std::find_if(tensors->begin(), tensors->end(), elsewhere);
-    if (found == tensors->end()) continue;
-    if (!options_.device_placement()) {
-      throw StateError(
-          text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
-                       ", and this process trains on ", device().str(),
-                       ". Move the module there before prepare(), or switch device_placement on."));
-    }
-    record.to(device());
-    break;
+}
+const auto elsewhere = [&](const NamedTensor& entry) { return entry.tensor.device() != device(); };
+for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+  const auto found = std::find_if(tensors->begin(), tensors->end(), elsewhere);
+  if (found == tensors->end()) continue;
+  if (!options_.device_placement()) {
+    throw StateError(
+        text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
+                     ", and this process trains on ", device().str(),
+                     ". Move the module there before prepare(), or switch device_placement on."));
   }
+  record.to(device());
+  break;
+}
 
-  if (trained && strategy_ == StrategyKind::automatic) {
-    const StrategyChoice choice = choose_strategy(
-        strategy_facts(record, device(), state_->topology().local_world_size, world()));
-    log::info(choice.why);
-    strategy_ = choice.kind;
-    set_stage(strategy_, fsdp_);
+if (trained && strategy_ == StrategyKind::automatic) {
+  const StrategyChoice choice = choose_strategy(
+      strategy_facts(record, device(), state_->topology().local_world_size, world()));
+  log::info(choice.why);
+  strategy_ = choice.kind;
+  set_stage(strategy_, fsdp_);
+}
+std::shared_ptr<parallel::Strategy> strategy;
+if (trained) {
+  strategy = make_strategy(strategy_, std::move(record), world(), ddp_, fsdp_);
+} else if (num_processes() > 1) {
+  strategy = std::make_shared<Evaluated>(std::move(record));
+} else {
+  strategy = std::make_shared<parallel::Strategy>(std::move(record));
+}
+if (core == nullptr) {
+  core = std::make_shared<detail::PreparedModuleCore>();
+  core->identity = identity;
+  core->gradient_state = gradient_state_;
+  core->device = device();
+  core->mixed_precision = mixed_precision_;
+  core->autocast = options_.autocast();
+  modules_.push_back(core);
+} else {
+  for (const auto& optimizer : optimizers()) optimizer->unlink(*core->strategy);
+}
+core->strategy = std::move(strategy);
+core->trained = trained;
+if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
+if (core->strategy->owns_leaves()) kept_.push_back(core);
+for (const auto& optimizer : optimizers()) {
+  for (const auto& other : modules()) {
+    if (trained && !other->trained &&
+        share_tensors(other->strategy->module(), core->strategy->module()))
+      optimizer->unlink(*other->strategy);
   }
-  std::shared_ptr<parallel::Strategy> strategy;
-  if (trained) {
-    strategy = make_strategy(strategy_, std::move(record), world(), ddp_, fsdp_);
-  } else if (num_processes() > 1) {
-    strategy = std::make_shared<Evaluated>(std::move(record));
-  } else {
-    strategy = std::make_shared<parallel::Strategy>(std::move(record));
-  }
-  if (core == nullptr) {
-    core = std::make_shared<detail::PreparedModuleCore>();
-    core->identity = identity;
-    core->gradient_state = gradient_state_;
-    core->device = device();
-    core->mixed_precision = mixed_precision_;
-    core->autocast = options_.autocast();
-    modules_.push_back(core);
-  } else {
-    for (const auto& optimizer : optimizers()) optimizer->unlink(*core->strategy);
-  }
-  core->strategy = std::move(strategy);
-  core->trained = trained;
-  if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
-  if (core->strategy->owns_leaves()) kept_.push_back(core);
-  for (const auto& optimizer : optimizers()) {
-    for (const auto& other : modules()) {
-      if (trained && !other->trained &&
-          share_tensors(other->strategy->module(), core->strategy->module()))
-        optimizer->unlink(*other->strategy);
-    }
-    link(optimizer, core);
-  }
-  return core;
+  if (ended == nullptr || !optimizer->relink(*ended->strategy, whole(core))) link(optimizer, core);
+}
+return core;
 }
 
 std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
@@ -311,8 +321,20 @@ void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
         return;
     }
   }
-  // The optimizer keeps the whole of what was prepared.
-  optimizer->link(std::shared_ptr<parallel::Strategy>(module, module->strategy.get()));
+  const bool cut = num_processes() > 1 && module->strategy->owns_leaves() &&
+                   fsdp_.sharding_strategy() != ShardingStrategy::no_shard;
+  if (cut && dynamic_cast<torch::optim::LBFGS*>(&optimizer->optimizer()) != nullptr) {
+    for (const at::Tensor& parameter : optimizer->parameters()) {
+      if (!module->strategy->optimizer_leaf(parameter).defined()) continue;
+      throw UnsupportedError(text::concat(
+          "LBFGS was given parameters of a module under the strategy \"", module->strategy->name(),
+          "\", which cuts each of them over the processes: its line search and its products of "
+          "vectors would see another part on each process. Use the strategy ddp or one process "
+          "with "
+          "it, or another optimizer."));
+    }
+  }
+  optimizer->link(whole(module));
 }
 
 std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(
@@ -552,7 +574,8 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
   for (const at::Tensor& parameter : parameters) {
     for (const auto& module : modules()) {
       const at::Tensor leaf = module->strategy->optimizer_leaf(parameter);
-      if (leaf.defined() && !leaf.is_same(parameter)) {
+      if ((leaf.defined() && !leaf.is_same(parameter)) ||
+          intercept::is_part_of_gradient(parameter.grad())) {
         throw StateError(text::concat(
             "clip_grad_norm_() was given parameters of a module under the strategy \"",
             module->strategy->name(),

@@ -5,6 +5,7 @@
 #include <accelerate/base/text.hpp>
 
 #include <algorithm>
+#include <set>
 
 namespace accelerate::detail {
 
@@ -13,10 +14,19 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::string_view kPrefix = "checkpoint_";
+// The list of files of a checkpoint that is being deleted.
+constexpr std::string_view kDeleted = ".manifest.json.deleted";
 
 bool is_complete(const fs::path& folder) {
   std::error_code ignored;
   return fs::is_regular_file(folder / io::Manifest::kFileName, ignored);
+}
+
+std::optional<double> metric_of(const fs::path& folder) {
+  const Json about = io::Manifest::read(folder).about;
+  const auto metric = about.find("metric");
+  if (metric == about.end() || !metric->is_number()) return std::nullopt;
+  return metric->get<double>();
 }
 
 }  // namespace
@@ -25,9 +35,7 @@ std::string numbered(const std::string& name, std::size_t index) {
   return index == 0 ? name : text::concat(name, "_", index);
 }
 
-std::string checkpoint_name(std::int64_t number) {
-  return std::string(kPrefix) + std::to_string(number);  // not as the global locale writes it
-}
+std::string checkpoint_name(std::int64_t number) { return text::concat(kPrefix, number); }
 
 std::int64_t number_of(const fs::path& folder) {
   const std::string name = folder.filename().string();
@@ -65,6 +73,20 @@ fs::path newest_checkpoint(const fs::path& parent) {
       parent.string());
 }
 
+std::optional<fs::path> best_checkpoint(const fs::path& parent,
+                                        const ProjectConfiguration& project) {
+  std::optional<std::pair<double, fs::path>> best;
+  for (const auto& [number, folder] : numbered_folders(parent)) {
+    if (!is_complete(folder)) continue;
+    const auto metric = metric_of(folder);
+    if (!metric) continue;
+    const double rank = project.lower_is_better() ? *metric : -*metric;
+    if (!best || rank <= best->first) best.emplace(rank, folder);
+  }
+  if (!best) return std::nullopt;
+  return best->second;
+}
+
 std::vector<fs::path> superfluous(const fs::path& parent, const ProjectConfiguration& project) {
   std::vector<fs::path> complete;
   for (const auto& [number, folder] : numbered_folders(parent)) {
@@ -78,10 +100,9 @@ std::vector<fs::path> superfluous(const fs::path& parent, const ProjectConfigura
   std::vector<std::pair<double, fs::path>> by_metric;
   std::erase_if(complete, [&](const fs::path& folder) {
     try {
-      const Json metric = io::Manifest::read(folder).about.value("metric", Json());
-      if (metric.is_number())
-        by_metric.emplace_back(
-            project.lower_is_better() ? metric.get<double>() : -metric.get<double>(), folder);
+      if (const auto metric = metric_of(folder)) {
+        by_metric.emplace_back(project.lower_is_better() ? *metric : -*metric, folder);
+      }
       return false;
     } catch (const Error& error) {
       // The one that was just saved is complete all the same.
@@ -100,6 +121,50 @@ std::vector<fs::path> superfluous(const fs::path& parent, const ProjectConfigura
                        [&](const auto& best) { return best.second == folder; });
   });
   return complete;
+}
+
+void delete_checkpoint(const fs::path& folder) {
+  std::set<std::string> others;
+  try {
+    const auto all = io::files_in(folder);
+    others.insert(all.begin(), all.end());
+    others.erase(std::string(io::Manifest::kFileName));
+    for (const io::SavedFile& file : io::Manifest::read(folder).files) others.erase(file.name);
+  } catch (const CheckpointError& error) {
+    log::warning(
+        text::concat("The old checkpoint ", folder.string(),
+                     " is kept: what belongs to it cannot be told. Delete it if you do not "
+                     "need it. ",
+                     describe(error)));
+    return;
+  }
+  if (others.empty()) {
+    // Under another name first: a checkpoint is complete, or none.
+    const fs::path gone = folder.parent_path() / ("." + folder.filename().string() + ".partial");
+    io::rename_durably(folder, gone);
+    io::delete_path(gone);
+    return;
+  }
+  log::info(text::concat("The old checkpoint ", folder.string(), " is deleted; ",
+                         text::join(std::vector(others.begin(), others.end())),
+                         " in its folder is not part of it and stays there."));
+  io::rename_durably(folder / io::Manifest::kFileName, folder / kDeleted);
+  finish_deleting(folder);
+}
+
+void finish_deleting(const fs::path& folder) {
+  const fs::path list = folder / kDeleted;
+  std::error_code ignored;
+  if (!fs::is_regular_file(list, ignored)) return;
+  for (const io::SavedFile& file : io::Manifest::parse(io::read_file(list), list).files) {
+    io::delete_path(folder / file.name);
+    // And the folders that it was alone in.
+    for (fs::path above = fs::path(file.name).parent_path(); !above.empty();
+         above = above.parent_path()) {
+      if (!fs::remove(folder / above, ignored)) break;
+    }
+  }
+  io::delete_path(list);
 }
 
 Json own_state(const Json& states, const comm::Group& group, const std::string& path) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,9 +23,16 @@ std::map<std::int64_t, std::filesystem::path> numbered_folders(const std::filesy
 // The one with the highest number. Throws CheckpointError when there is none, or it lost its
 // manifest.
 std::filesystem::path newest_checkpoint(const std::filesystem::path& parent);
+// The complete one with the best metric, the newest of equals. Nothing when none has one.
+std::optional<std::filesystem::path> best_checkpoint(const std::filesystem::path& parent,
+                                                     const ProjectConfiguration& project);
 // Complete ones beyond the limit, that are not among the best either; never the newest.
 std::vector<std::filesystem::path> superfluous(const std::filesystem::path& parent,
                                                const ProjectConfiguration& project);
+// Removes a checkpoint; what others put into its folder stays there.
+void delete_checkpoint(const std::filesystem::path& folder);
+// Goes on where a process died in the middle of that; nothing elsewhere.
+void finish_deleting(const std::filesystem::path& folder);
 // What stands before the names of each module's parameters in an optimizer's state.
 std::vector<checkpoints::NamedModule> named_modules(const Prepared& prepared);
 // A loader's state on this process, out of that of all processes that saved. Throws CheckpointError

@@ -151,9 +151,14 @@ fs::path Checkpointing::next_folder() {
     // What a process that died left.
     if (!fs::is_directory(parent)) return;
     for (const std::string& left : io::names_in(parent)) {
-      if (left.starts_with(".checkpoint_") && left.ends_with(".partial"))
-        io::delete_path(parent / left);
+      const fs::path path = left;
+      if (!left.starts_with(".checkpoint_") ||
+          (path.extension() != ".partial" && path.extension() != ".lock"))
+        continue;
+      const auto lock = checkpoints::lock_of(parent / path.stem().string().substr(1));
+      if (path.extension() == ".partial") io::delete_path(parent / left);
     }
+    for (const auto& [taken, folder] : numbered_folders(parent)) finish_deleting(folder);
   });
   return checkpoints() / group_.broadcast_bytes(name);
 }
@@ -169,6 +174,18 @@ fs::path Checkpointing::newest_folder() const {
     if (!one.empty()) newest = std::min(newest, number_of(one));
   }
   return checkpoints() / checkpoint_name(newest);
+}
+
+std::optional<fs::path> Checkpointing::best() const {
+  std::string name;
+  together(savers_.world, "looking for the best checkpoint", project_.project_dir().string(), [&] {
+    if (group_.rank() != 0) return;
+    if (const auto found = best_checkpoint(checkpoints(), project_))
+      name = found->filename().string();
+  });
+  name = group_.broadcast_bytes(name);
+  if (name.empty()) return std::nullopt;
+  return checkpoints() / name;
 }
 
 // --------------------------------------------------------------------------------------------
@@ -242,6 +259,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
       types.push_back(scheduler.type);
       paces.push_back(scheduler.scheduler.lock()->pace(batch_size(present)));
     }
+    Json object_types = Json::array();
+    for (const Stateful& object : objects_) object_types.push_back(object.type);
     save->set_about({{"world_size", savers_.world.size()},
                      {"strategy", prepared.strategy},
                      {"reduction_layouts", layouts},
@@ -254,7 +273,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
                      {"scheduler_types", types},
                      {"scheduler_paces", paces},
                      {"loaders", present.size()},
-                     {"objects", objects_.size()}});
+                     {"objects", objects_.size()},
+                     {"object_types", object_types}});
   });
   return save;
 }
@@ -342,13 +362,7 @@ void Checkpointing::tidy(const comm::Group& group, const fs::path& newest) {
   checkpoints::Load(group, newest).verify();
   together(group, "deleting old checkpoints", parent.string(), [&] {
     if (group.rank() != 0) return;
-    for (const Json& name : parse_json(text)) {
-      // Under another name first: a checkpoint is complete, or none.
-      const fs::path old = parent / name.get<std::string>();
-      const fs::path gone = parent / ("." + name.get<std::string>() + ".partial");
-      io::rename_durably(old, gone);
-      io::delete_path(gone);
-    }
+    for (const Json& name : parse_json(text)) delete_checkpoint(parent / name.get<std::string>());
   });
 }
 

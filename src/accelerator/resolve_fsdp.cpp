@@ -113,6 +113,7 @@ FsdpOptions read(Section section) {
   if (const auto on = section.flag("cpu_offload")) options.cpu_offload(*on);
   if (const auto on = section.flag("sync_module_states")) options.sync_module_states(*on);
   if (const auto on = section.flag("reduce_every_backward")) options.reduce_every_backward(*on);
+  if (const auto on = section.flag("all_units_every_pass")) options.all_units_every_pass(*on);
   if (const auto on = section.flag("verify_control_flow")) options.verify_control_flow(*on);
   if (const auto count = section.number("min_num_params")) options.min_num_params(*count);
   if (const auto count = section.number("prefetch_units"))

@@ -6,6 +6,8 @@
 
 namespace accelerate {
 
+Error::Error(const std::string& message) : std::runtime_error(text::printable(message)) {}
+
 DistributedError::DistributedError(const std::string& message, std::string operation, int rank)
     : Error(message), operation_(std::move(operation)), rank_(rank) {}
 

@@ -89,6 +89,7 @@ void set_process(int rank, int world_size, int local_rank) {
 }
 
 int rank() { return logger().rank; }
+int world_size() { return logger().world_size; }
 
 void set_level(Level level) {
   logger().level = level;

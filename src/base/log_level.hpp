@@ -8,4 +8,7 @@ namespace accelerate::log {
 // somebody asks, such a name counts as info.
 Level level_from_environment();
 
+// As `set_process` said; 1 until then.
+int world_size();
+
 }  // namespace accelerate::log

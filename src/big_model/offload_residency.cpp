@@ -178,7 +178,7 @@ void OffloadResidency::will_write(const Unit&, const UnitParameter& parameter) {
 }
 
 void OffloadResidency::write_back(const Unit&, const UnitParameter& parameter,
-                                  const at::Tensor& contents) {
+                                  const intercept::Written&, const at::Tensor& contents) {
   source(parameter.parameter).home.copy_(Unit::over(contents, parameter));
 }
 
@@ -190,7 +190,8 @@ at::Tensor OffloadResidency::bring_full(const Unit& unit) {
 }
 
 void OffloadResidency::write_back_full(const Unit& unit, const at::Tensor& full) {
-  for (const UnitParameter& parameter : unit.parameters()) write_back(unit, parameter, full);
+  for (const UnitParameter& parameter : unit.parameters())
+    source(parameter.parameter).home.copy_(Unit::over(full, parameter));
 }
 
 OffloadResidency::Counts OffloadResidency::counts() const {

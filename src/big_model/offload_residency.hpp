@@ -40,7 +40,7 @@ class OffloadResidency final : public intercept::Residency {
   void repointed(const intercept::Unit& unit) override;
   void will_write(const intercept::Unit& unit, const intercept::UnitParameter& parameter) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
-                  const at::Tensor& contents) override;
+                  const intercept::Written& written, const at::Tensor& contents) override;
   at::Tensor bring_full(const intercept::Unit& unit) override;
   void write_back_full(const intercept::Unit& unit, const at::Tensor& full) override;
 

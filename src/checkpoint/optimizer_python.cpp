@@ -121,7 +121,7 @@ at::Tensor cut(const at::Tensor& whole, const Slot& slot) {
 IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                                                const std::vector<NamedModule>& modules,
                                                const PyValue& state_dict, const std::string& path)
-    : impl_(new Impl{optimizer, {}, {}}) {
+    : impl_(new Impl{optimizer, {}, {}, std::nullopt}) {
   const auto refuse = [&](const auto&... what) {
     throw CheckpointError(text::concat("The optimizer's state in ", path, " does not fit a ",
                                        type_of(optimizer), ": ", what...),
@@ -188,6 +188,7 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                    text::join(slot.shard.global_shape), "].");
           }
         }
+        check_entries(optimizer, slot, *state, [&](const std::string& why) { refuse(why); });
       }
     }
   } catch (const DataError&) {

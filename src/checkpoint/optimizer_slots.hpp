@@ -6,6 +6,7 @@
 #include <torch/csrc/jit/api/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -45,6 +46,11 @@ inline constexpr const char* kPart = "part";    // of its own shape, of one part
 inline constexpr const char* kList = "list";    // several of the second kind
 inline constexpr const char* kValue = "value";  // no tensor
 
+// Calls `refuse` where what the optimizer keeps for a parameter is not what it can compute with.
+void check_entries(const torch::optim::Optimizer& optimizer, const Slot& slot,
+                   const std::map<std::string, c10::IValue>& state,
+                   const std::function<void(const std::string&)>& refuse);
+
 // As Python's Optimizer.state_dict() gives it.
 PyValue python_state(const Json& description, const std::vector<TensorPart>& parts);
 
@@ -53,6 +59,8 @@ struct IncomingOptimizerState::Impl {
   /// By group and parameter; null where there is no state.
   std::vector<std::vector<std::optional<std::map<std::string, c10::IValue>>>> states;
   std::vector<std::map<std::string, c10::IValue>> options;
+  /// What the optimizer had.
+  std::optional<torch::jit::Module> before = std::nullopt;
 };
 
 }  // namespace accelerate::checkpoints

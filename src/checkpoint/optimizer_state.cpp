@@ -1,6 +1,7 @@
 #include <accelerate/checkpoint/optimizer_state.hpp>
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/checkpoint/together.hpp>
@@ -15,6 +16,7 @@
 #include <ATen/ops/tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <set>
 
 namespace accelerate::checkpoints {
@@ -151,30 +153,94 @@ at::TensorOptions place_of(const io::Manifest& manifest, const std::string& grou
       .device(on_cpu ? at::Device(at::kCPU) : leaf.device());
 }
 
+void load_archive(Optimizer& optimizer, const torch::jit::Module& all) {
+  torch::serialize::InputArchive archive;
+  contents(archive) = all;
+  // What the optimizer has of parameters that the archive has nothing of would stay.
+  optimizer.state().clear();
+  optimizer.load(archive);
+}
+
 }  // namespace
+
+void check_entries(const Optimizer& optimizer, const Slot& slot,
+                   const std::map<std::string, c10::IValue>& state,
+                   const std::function<void(const std::string&)>& refuse) {
+  const std::string type = type_of(optimizer);
+  if (!type.starts_with("torch::optim::") && !type.starts_with("accelerate::optim::")) return;
+  const at::Tensor& leaf = slot.shard.leaf;
+  for (const auto& [key, value] : state) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const at::Tensor& tensor = value.toTensor();
+    // These compute in real numbers, or in the parameter's complex ones, alone.
+    if (!tensor.is_floating_point() && tensor.scalar_type() != leaf.scalar_type()) {
+      refuse(text::concat("its state '", key, "' of '", slot.name, "' has dtype ",
+                          c10::toString(tensor.scalar_type()), ", and numbers like ",
+                          c10::toString(leaf.scalar_type()), " were expected."));
+    }
+  }
+  const auto needs = [&](std::initializer_list<const char*> keys) {
+    for (const char* key : keys) {
+      const auto found = state.find(key);
+      if (found != state.end() && found->second.isTensor() &&
+          found->second.toTensor().sizes() == leaf.sizes())
+        continue;
+      refuse(text::concat("its state of '", slot.name, "' lacks '", key,
+                          "', or has it in another shape."));
+    }
+  };
+  if (type.find("Adam") != std::string::npos) needs({"exp_avg", "exp_avg_sq"});
+  if (type.ends_with("::Adagrad")) needs({"sum"});
+  if (type.ends_with("::RMSprop")) needs({"square_avg"});
+}
+
+std::string optimizer_difference(Optimizer& optimizer, const std::vector<NamedModule>& modules,
+                                 const Json& description) {
+  const auto saved_type = description.at("type").get<std::string>();
+  if (saved_type != type_of(optimizer)) {
+    return text::concat("it was saved from a ", saved_type, ", and this is a ", type_of(optimizer),
+                        ". Prepare the same optimizer.");
+  }
+  const auto slots = slots_of(optimizer, modules);
+  const Json& groups = description.at("param_groups");
+  if (groups.size() != slots.size()) {
+    return text::concat("it has ", groups.size(), " parameter groups, and this optimizer has ",
+                        slots.size(), ".");
+  }
+  for (std::size_t g = 0; g < slots.size(); ++g) {
+    std::set<std::string> saved_names, names;
+    for (const Json& saved : groups.at(g).at("params"))
+      saved_names.insert(saved.get<std::string>());
+    for (const Slot& slot : slots[g]) names.insert(slot.name);
+    if (names == saved_names) continue;
+    std::vector<std::string> missing, unexpected;
+    std::set_difference(names.begin(), names.end(), saved_names.begin(), saved_names.end(),
+                        std::back_inserter(missing));
+    std::set_difference(saved_names.begin(), saved_names.end(), names.begin(), names.end(),
+                        std::back_inserter(unexpected));
+    return text::concat(
+        "its parameter group ", g,
+        " has other parameters. Missing: ", missing.empty() ? "none" : text::join(missing),
+        ". Unexpected: ", unexpected.empty() ? "none" : text::join(unexpected), ".");
+  }
+  return {};
+}
 
 IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                                                const std::vector<NamedModule>& modules,
                                                const Json& description, const std::string& name,
                                                Load& load)
-    : impl_(new Impl{optimizer, {}, {}}) {
+    : impl_(new Impl{optimizer, {}, {}, std::nullopt}) {
   const std::string path = load.folder().string();
   const auto refuse = [&](const auto&... what) {
     throw CheckpointError(
         text::concat("The checkpoint ", path, " does not fit the ", name, ": ", what...), path);
   };
   try {
-    const auto saved_type = description.at("type").get<std::string>();
-    if (saved_type != type_of(optimizer)) {
-      refuse("it was saved from a ", saved_type, ", and this is a ", type_of(optimizer),
-             ". Prepare the same optimizer.");
-    }
+    if (const auto why = optimizer_difference(optimizer, modules, description); !why.empty())
+      refuse(why);
     const auto slots = slots_of(optimizer, modules);
     const Json& groups = description.at("param_groups");
-    if (groups.size() != slots.size()) {
-      refuse("it has ", groups.size(), " parameter groups, and this optimizer has ", slots.size(),
-             ".");
-    }
     const Json& states = description.at("state");
     // What the optimizer has already is filled again, so that there is never a second copy.
     const torch::jit::Module present = saved_archive(optimizer).attr("state").toModule();
@@ -187,21 +253,8 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
                                                               : at::Tensor();
     };
     for (std::size_t g = 0; g < slots.size(); ++g) {
-      std::set<std::string> saved_names, names;
-      for (const Json& saved : groups[g].at("params")) saved_names.insert(saved.get<std::string>());
-      for (const Slot& slot : slots[g]) names.insert(slot.name);
-      if (names != saved_names) {
-        std::vector<std::string> missing, unexpected;
-        std::set_difference(names.begin(), names.end(), saved_names.begin(), saved_names.end(),
-                            std::back_inserter(missing));
-        std::set_difference(saved_names.begin(), saved_names.end(), names.begin(), names.end(),
-                            std::back_inserter(unexpected));
-        refuse("its parameter group ", g,
-               " has other parameters. Missing: ", missing.empty() ? "none" : text::join(missing),
-               ". Unexpected: ", unexpected.empty() ? "none" : text::join(unexpected), ".");
-      }
       auto& options = impl_->options.emplace_back();
-      for (const auto& [key, value] : groups[g].at("options").items())
+      for (const auto& [key, value] : groups.at(g).at("options").items())
         options.emplace(key, from_json(value));
       auto& incoming = impl_->states.emplace_back();
       for (const Slot& slot : slots[g]) {
@@ -220,8 +273,13 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
           const auto kind = entry.at("kind").get<std::string>();
           const std::string full = slot.name + "/" + key;
           const auto whole = [&](const std::string& as, const Json& shape) {
+            const auto sizes = shape.get<std::vector<std::int64_t>>();
+            // Before memory is made for it.
+            if (const auto* saved = load.manifest().find(name, as);
+                saved != nullptr && saved->shape != sizes)
+              refuse("the description of '", as, "' has another shape than the tensor.");
             at::Tensor tensor = at::empty(
-                shape.get<std::vector<std::int64_t>>(),
+                sizes,
                 place_of(load.manifest(), name, as, slot.shard.leaf, entry.contains("cpu"), path));
             TensorPart part = whole_part(as, tensor);
             part.fresh = true;
@@ -269,6 +327,7 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
             refuse("its description has the unknown kind '", kind, "'.");
           }
         }
+        check_entries(optimizer, slot, *state, [&](const std::string& why) { refuse(why); });
       }
     }
   } catch (const Json::exception&) {
@@ -279,7 +338,6 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
 }
 
 void IncomingOptimizerState::apply() {
-  using torch::serialize::InputArchive;
   Optimizer& optimizer = impl_->optimizer;
   const auto unit = std::make_shared<torch::jit::CompilationUnit>();
   const auto module = [&] {
@@ -313,11 +371,27 @@ void IncomingOptimizerState::apply() {
   }
   all.register_module("state", states);
   all.register_module("param_groups", groups);
-  InputArchive archive;
-  contents(archive) = all;
-  // What the optimizer has of parameters that the checkpoint has nothing of would stay.
-  optimizer.state().clear();
-  optimizer.load(archive);
+  torch::jit::Module before = saved_archive(optimizer);
+  try {
+    load_archive(optimizer, all);
+  } catch (const std::exception&) {
+    load_archive(optimizer, before);
+    std::throw_with_nested(CheckpointError(
+        text::concat("The ", type_of(optimizer), " did not take the state of the checkpoint."),
+        ""));
+  }
+  impl_->before = std::move(before);
+}
+
+void IncomingOptimizerState::undo() noexcept {
+  if (!impl_->before) return;
+  try {
+    load_archive(impl_->optimizer, *impl_->before);
+  } catch (const std::exception& error) {
+    // It gave this out itself.
+    log::error(text::concat("An optimizer did not take its own state back: ", describe(error)));
+  }
+  impl_->before.reset();
 }
 
 }  // namespace accelerate::checkpoints

@@ -36,6 +36,20 @@ std::vector<std::int64_t> sizes_in_order(const std::vector<std::int64_t>& shape,
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
+// Numbers of one kind become each other. A real number made of an integer's bytes, or a complex one
+// without its imaginary part, would be another number.
+bool same_kind(const io::SavedTensor& saved, const at::Tensor& tensor) {
+  const auto from = tensor_dtype(saved.dtype);
+  const auto to = tensor.scalar_type();
+  return c10::isFloatingType(from) == c10::isFloatingType(to) &&
+         c10::isComplexType(from) == c10::isComplexType(to);
+}
+
+std::string kinds_text(const io::SavedTensor& saved, const at::Tensor& tensor) {
+  return text::concat("has dtype ", io::safetensors::name(saved.dtype), " in the checkpoint and ",
+                      c10::toString(tensor.scalar_type()), " here");
+}
+
 // From dimensions in `order` back to the tensor's own.
 at::Tensor in_own_order(const at::Tensor& tensor, const std::vector<std::int64_t>& order) {
   if (order.empty()) return tensor;
@@ -101,6 +115,12 @@ void Load::want(std::string_view group, TensorPart part) {
                                        shape_text(part.shape), " was expected."),
                           folder_.string());
   }
+  if (!same_kind(*saved, part.data)) {
+    throw CheckpointError(
+        text::concat("The checkpoint ", folder_.string(), " is damaged or of another model: '",
+                     part.name, "' ", kinds_text(*saved, part.data), "."),
+        folder_.string());
+  }
   if (part.count > 0) wanted_.push_back({saved, std::move(part)});
 }
 
@@ -130,6 +150,8 @@ void Load::want_all(const TensorGroup& group, bool strict) {
     if (tensor->shape != part.shape) {
       shapes.push_back(text::concat("'", part.name, "' has shape ", shape_text(tensor->shape),
                                     " in the checkpoint and ", shape_text(part.shape), " here"));
+    } else if (!same_kind(*tensor, part.data)) {
+      shapes.push_back(text::concat("'", part.name, "' ", kinds_text(*tensor, part.data)));
     } else if (part.count > 0) {
       wanted_.push_back({tensor, part});
     }
@@ -310,19 +332,36 @@ void Load::convert(const Wanted& wanted) const {
       own.contiguous().view(-1).narrow(0, part.first, part.count).view(part.data.sizes()));
 }
 
+void Load::read_fresh() {
+  std::vector<const Wanted*> chosen;
+  for (const Wanted& wanted : wanted_) {
+    if (wanted.part.fresh) chosen.push_back(&wanted);
+  }
+  fill(chosen);
+  fresh_is_read_ = true;
+}
+
 void Load::read() {
+  std::vector<const Wanted*> chosen;
+  for (const Wanted& wanted : wanted_) {
+    if (!wanted.part.fresh || !fresh_is_read_) chosen.push_back(&wanted);
+  }
+  fill(chosen);
+}
+
+void Load::fill(const std::vector<const Wanted*>& chosen) {
   // Threads read blocks, so that they share a large tensor.
   std::vector<Move> moves;
   std::vector<const Wanted*> others;
-  for (const Wanted& wanted : wanted_) {
-    if (!wanted.is_direct()) {
-      others.push_back(&wanted);
+  for (const Wanted* wanted : chosen) {
+    if (!wanted->is_direct()) {
+      others.push_back(wanted);
       continue;
     }
-    for_each_block(wanted, [&](std::size_t block, const Move& move) {
-      if (!wanted.part.fresh || !taken_[block]) moves.push_back(move);
+    for_each_block(*wanted, [&](std::size_t block, const Move& move) {
+      if (!wanted->part.fresh || !taken_[block]) moves.push_back(move);
     });
-    wanted.part.data.unsafeGetTensorImpl()->bump_version();
+    wanted->part.data.unsafeGetTensorImpl()->bump_version();
   }
   const std::size_t count = moves.size() + others.size();
   in_threads(std::min(reading_threads(), count), count, [&] {

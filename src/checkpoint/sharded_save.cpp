@@ -9,6 +9,7 @@
 #include "base/parse_json.hpp"
 #include "checkpoint/pickler.hpp"
 #include "io/checked_writer.hpp"
+#include "io/file_lock.hpp"
 
 #include <ATen/core/grad_mode.h>
 
@@ -254,6 +255,14 @@ TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
   return group;
 }
 
+std::shared_ptr<io::FileLock> lock_of(const fs::path& folder) {
+  return std::make_shared<io::FileLock>(
+      folder.parent_path() / ("." + folder.filename().string() + ".lock"),
+      text::concat("The checkpoint ", folder.string(), " is being saved"),
+      "Nothing of it was changed. Give each run a folder of its own, or wait until the other has "
+      "ended.");
+}
+
 Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
   folder = fs::absolute(folder).lexically_normal();
   if (!folder.has_filename()) folder = folder.parent_path();
@@ -331,6 +340,9 @@ void Save::plan() {
     groups_.shrink_to_fit();
     if (group_.rank() != 0) return;
     check_replaceable(folder_);
+    if (const fs::path parent = folder_.parent_path(); !fs::is_directory(parent))
+      io::make_folders(parent);
+    lock_ = lock_of(folder_);
     io::delete_path(partial_);
     io::make_folders(partial_);
   });
@@ -536,8 +548,10 @@ void Save::write(const comm::Group& group) {
         log::warning(describe(error));  // the first error is the one to report
       }
     }
+    lock_.reset();
     throw;
   }
+  lock_.reset();
 }
 
 }  // namespace accelerate::checkpoints

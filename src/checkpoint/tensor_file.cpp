@@ -384,10 +384,12 @@ Mismatch load_into(const std::vector<NamedTensor>& tensors, const fs::path& path
 Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::vector<NamedTensor>& from,
                    const fs::path& path, bool strict) {
   std::map<std::string_view, const at::Tensor*> by_name;
+  std::map<Identity, std::string_view> first_name;  // tied ones share their memory
   Source source{.path = path, .names = {}, .shape = {}, .stored_name = {}, .read = {}};
   for (const NamedTensor& named : from) {
     check_plain(named);
     by_name.emplace(named.name, &named.tensor);
+    if (named.tensor.numel() > 0) first_name.emplace(identity(named.tensor), named.name);
     source.names.push_back(named.name);
   }
   source.shape = [&](std::string_view name) -> std::optional<std::vector<std::int64_t>> {
@@ -395,7 +397,10 @@ Mismatch load_into(const std::vector<NamedTensor>& tensors, const std::vector<Na
     if (at == by_name.end()) return std::nullopt;
     return at->second->sizes().vec();
   };
-  source.stored_name = [](std::string_view name) { return name; };
+  source.stored_name = [&](std::string_view name) {
+    const auto first = first_name.find(identity(*by_name.at(name)));
+    return first == first_name.end() ? name : first->second;
+  };
   source.read = [&](std::string_view name, const at::Tensor& into) {
     into.detach().copy_(*by_name.at(name));
   };

@@ -134,7 +134,8 @@ void add_models(CLI::App& app, int& exit_code) {
   auto flags = std::make_shared<EstimateFlags>();
   CLI::App* command = app.add_subcommand(
       "estimate-memory", "Print what a model needs in memory, to be run and to be trained");
-  const char* kPath = "A safetensors file, its index, or a folder with one of them";
+  const char* kPath =
+      "A safetensors file, its index, a folder with one of them, or a checkpoint of save_state";
   command->add_option("PATH", flags->path, kPath)->required();
   command->add_option("--dtypes", flags->options.dtypes(), "Element types of the weights")
       ->capture_default_str();

@@ -96,6 +96,16 @@ void GroupWatch::check_alive(const char* kind) const {
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
+void GroupWatch::check_present(const char* kind) const {
+  check_alive(kind);
+  for (const auto& gone : liveness_->departures()) {
+    const bool member =
+        std::find(global_ranks_.begin(), global_ranks_.end(), gone.rank) != global_ranks_.end();
+    if (member && Clock::now() - gone.when > milliseconds(1000))
+      std::rethrow_exception(left_error(gone.rank, operation(kind)));
+  }
+}
+
 std::exception_ptr GroupWatch::left_error(int world_rank, const OperationName& name) const {
   return std::make_exception_ptr(
       PeerLostError(concat(name.text(), " waits for rank ", world_rank,

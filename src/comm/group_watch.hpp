@@ -45,6 +45,8 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
 
   /// Throws PeerLostError when a rank was lost.
   void check_alive(const char* kind) const;
+  /// As check_alive, and when a rank of the group left a while ago.
+  void check_present(const char* kind) const;
   /// The library's error for what an operation failed with. Blocks for as long as it takes to learn
   /// who died when a connection broke.
   std::exception_ptr explain(const std::exception_ptr& failure, const OperationName& name) const;

@@ -1,3 +1,5 @@
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
 #include <accelerate/core/module.hpp>
 
 #include <torch/csrc/jit/api/module.h>
@@ -5,6 +7,9 @@
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 
 #include <unordered_map>
 
@@ -15,7 +20,46 @@ std::string join_name(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "." + name;
 }
 
-ModuleNode describe(const torch::nn::Module& module, const std::string& name) {
+using NamesByTensor = std::unordered_map<const void*, std::string>;
+
+// What forward of one of these modules uses as `key`; undefined for others.
+template <class... Known>
+at::Tensor used_as(const std::string& key, const torch::nn::Module& module) {
+  at::Tensor used;
+  const auto ask = [&]<class Type>(const Type* known) {
+    if (known == nullptr) return;
+    if (key == "weight") used = known->weight;
+    if constexpr (requires { known->bias; }) {
+      if (key == "bias") used = known->bias;
+    }
+  };
+  (ask(dynamic_cast<const Known*>(&module)), ...);
+  return used;
+}
+
+// `lm_head->weight = embed->weight`, LibTorch's way of tying, changes what forward uses and leaves
+// the tensor of before in the registry. What is trained, saved and loaded is what forward uses.
+at::Tensor followed(const at::Tensor& registered, const std::string& key, const std::string& name,
+                    const torch::nn::Module& module, const NamesByTensor& names) {
+  using namespace torch::nn;
+  const at::Tensor used =
+      used_as<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl,
+              Conv3dImpl, ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl>(key,
+                                                                                         module);
+  if (!used.defined() || used.is_same(registered)) return registered;
+  const auto tied = names.find(used.unsafeGetTensorImpl());
+  if (tied == names.end()) return registered;
+  log::warning_once(text::concat(
+      "The module's '", name, "' was assigned after the module was made: forward uses '",
+      tied->second,
+      "', and the module's registry still has the tensor of before. Both names are "
+      "taken for one tied parameter here; parameters() and torch::save() of the module give the "
+      "tensor of before as well, which is not trained."));
+  return used;
+}
+
+ModuleNode describe(const torch::nn::Module& module, const std::string& name,
+                    const NamesByTensor& names) {
   ModuleNode node;
   node.name = name;
   node.type = module.name();
@@ -23,15 +67,24 @@ ModuleNode describe(const torch::nn::Module& module, const std::string& name) {
                       dynamic_cast<const torch::nn::SequentialImpl*>(&module) != nullptr ||
                       dynamic_cast<const torch::nn::ModuleDictImpl*>(&module) != nullptr;
   for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
-    node.parameters.push_back({join_name(name, entry.key()), entry.value()});
+    std::string full_name = join_name(name, entry.key());
+    at::Tensor parameter = followed(entry.value(), entry.key(), full_name, module, names);
+    node.parameters.push_back({std::move(full_name), std::move(parameter)});
   }
   for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
     node.buffers.push_back({join_name(name, entry.key()), entry.value()});
   }
   for (const auto& child : module.named_children()) {
-    node.children.push_back(describe(*child.value(), join_name(name, child.key())));
+    node.children.push_back(describe(*child.value(), join_name(name, child.key()), names));
   }
   return node;
+}
+
+ModuleNode describe(const torch::nn::Module& module) {
+  NamesByTensor names;
+  for (const auto& entry : module.named_parameters())
+    names.try_emplace(entry.value().unsafeGetTensorImpl(), entry.key());
+  return describe(module, "", names);
 }
 
 ModuleNode describe(const torch::jit::Module& module, const std::string& name) {
@@ -111,7 +164,7 @@ bool visit(const c10::ivalue::Object& module, const Visitor& visitor) {
 ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module) {
   // One owner for all copies, so that others can be told from them.
   const auto own = std::make_shared<const std::shared_ptr<torch::nn::Module>>(std::move(module));
-  describe_ = [own] { return describe(**own, ""); };
+  describe_ = [own] { return describe(**own); };
   visit_ = [own](const Visitor& visitor) { return visit(**own, visitor); };
   is_training_ = [own] { return (*own)->is_training(); };
   train_ = [own](bool on) { (*own)->train(on); };

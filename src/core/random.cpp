@@ -90,7 +90,7 @@ RngState RngState::capture() {
   return state;
 }
 
-void RngState::restore() const {
+void RngState::check() const {
   const auto generators = default_generators();
   std::vector<std::string> missing;
   for (const auto& [device, bytes] : states_) {
@@ -101,6 +101,19 @@ void RngState::restore() const {
         "The random state was saved with devices that are not here: ", text::join(missing),
         ". Restore it on a machine that has them, or seed anew with set_seed."));
   }
+  for (const auto& [device, bytes] : states_) {
+    at::Generator generator = generators.at(device);
+    const auto copy = [&] {
+      const std::scoped_lock lock(generator.mutex());
+      return generator.clone();
+    };
+    set_generator_state(copy(), bytes);
+  }
+}
+
+void RngState::restore() const {
+  check();
+  const auto generators = default_generators();
   for (const auto& [device, bytes] : states_) set_generator_state(generators.at(device), bytes);
 }
 

@@ -135,17 +135,20 @@ void IndexPlanner::load_state(const std::string& bytes) {
   batches_->loaded = bytes;
 }
 
-void IndexPlanner::begin(std::int64_t seed, std::int64_t epoch, bool resumed, const ShardRule& rule,
-                         const ShardFunction& shard_by, bool all_ranks) {
+void IndexPlanner::begin(const LoaderCore::Pass& pass, const ShardFunction& shard_by,
+                         bool all_ranks) {
+  const ShardRule& rule = pass.rule;
   const std::int64_t keep = rule.even && !rule.drop_last ? rule.block() : 0;
   if (order_) {
     order_->keep(keep);
-    order_->begin(seed, epoch, resumed);
+    if (pass.dataset_size) order_->limit(*pass.dataset_size);
+    order_->begin(pass.seed, pass.epoch, pass.resumed);
     planner_.begin(rule, shard_by, order_->size(), all_ranks);
     if (order_->size() == 0) throw DataError("The sampler gave no samples.");
     return;
   }
-  begin_sampler(batches_->sampler, std::exchange(batches_->loaded, {}), seed, epoch, resumed);
+  begin_sampler(batches_->sampler, std::exchange(batches_->loaded, {}), pass.seed, pass.epoch,
+                pass.resumed);
   batches_->at_begin = batches_->save();
   batches_->window.begin(keep);
   planner_.begin(rule, nullptr, std::nullopt, all_ranks);

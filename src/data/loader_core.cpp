@@ -1,4 +1,5 @@
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/data/loader_core.hpp>
 #include <accelerate/data/sampler.hpp>
@@ -182,6 +183,7 @@ void LoaderCore::set_epoch(std::int64_t epoch) {
     // What was resumed belongs to the epoch it was saved in.
     origin_ = 0;
     order_seed_.reset();
+    order_size_.reset();
     loaded_in_pass_ = false;
   }
   next_epoch_ = epoch;
@@ -196,7 +198,18 @@ void LoaderCore::skip_first_batches(std::int64_t batches) {
     throw StateError(concat("skip_first_batches was called while the loader '", name(),
                             "' is iterated. It acts on the next pass: call it before the loop."));
   }
-  skip_ = batches;
+  if (origin_ == 0) {
+    skip_ = batches;
+    return;
+  }
+  const std::int64_t block = rule().block();
+  if (origin_ % block == 0 && batches == origin_ / block) return;
+  log::warning(concat(
+      "skip_first_batches(", batches, ") was called for the loader '", name(),
+      "', whose next pass stays where it was resumed, after ", origin_, " of its ",
+      unit() == Unit::samples ? "samples" : "batches",
+      ": loading a state leaves out by itself what was seen, so this call is not needed. To leave "
+      "out something else, change \"position\" in its state_dict() and load that."));
 }
 
 LoaderCore::Pass LoaderCore::begin_pass() {
@@ -216,10 +229,12 @@ LoaderCore::Pass LoaderCore::begin_pass() {
   pass_.rule = rule();
   pass_.rule.origin = origin_ + skip_ * pass_.rule.block();
   pass_.resumed = loaded_in_pass_;
+  pass_.dataset_size = order_size_;
   if (!loaded_stream_.empty()) load_stream(loaded_stream_);
   position_ = pass_.rule.origin;
   origin_ = skip_ = 0;
   order_seed_.reset();
+  order_size_.reset();
   loaded_stream_.clear();
   loaded_in_pass_ = next_epoch_was_set_ = left_early_ = false;
   progress_ = LoaderProgress();
@@ -341,7 +356,9 @@ std::string to_hex(const std::string& bytes);
 Json LoaderCore::state_dict() const {
   const bool begun = in_pass_ || left_early_;
   const bool mid = begun && !progress_.end_of_dataloader;
-  const auto size = dataset_size();
+  auto size = dataset_size();
+  if (const auto& fewer = mid ? pass_.dataset_size : order_size_; fewer && (mid || !begun))
+    size = fewer;
   Json state = {{"version", 1},
                 {"loader", name()},
                 {"unit", unit() == Unit::samples ? "samples" : "batches"},
@@ -400,7 +417,7 @@ std::string from_hex(const std::string& hex) {
 
 }  // namespace
 
-void LoaderCore::load_state_dict(const Json& state) {
+LoaderCore::NextPass LoaderCore::read_state(const Json& state) const {
   if (in_pass_) {
     throw StateError(concat("load_state_dict was called while the loader '", name(),
                             "' is iterated. It acts on the next pass: call it before the loop."));
@@ -408,6 +425,9 @@ void LoaderCore::load_state_dict(const Json& state) {
   const auto refuse = [&](const std::string& what) {
     throw DataError(concat("The saved state does not fit the loader '", name(), "': ", what));
   };
+  // What is counted stays far from where numbers end.
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;
+  NextPass next;
   try {
     if (const auto version = state.at("version").get<int>(); version != 1)
       refuse(concat("it has version ", version, ", expected 1."));
@@ -415,11 +435,6 @@ void LoaderCore::load_state_dict(const Json& state) {
     if (const auto found = state.at("unit").get<std::string>(); found != own_unit) {
       refuse(concat("its position counts ", found, ", and this loader counts ", own_unit,
                     ". It was made from another kind of dataset or sampler."));
-    }
-    const auto size = dataset_size();
-    if (const Json found = state.at("dataset_size"); !found.is_null() && size && found != *size) {
-      refuse(concat("its dataset had ", found.get<std::int64_t>(), " samples, and this one has ",
-                    *size, "."));
     }
     const std::int64_t nodes = context_.configuration.by_node() ? context_.num_nodes : 0;
     if (const auto found = state.value("nodes", std::int64_t{0}); found != nodes) {
@@ -436,28 +451,54 @@ void LoaderCore::load_state_dict(const Json& state) {
           "with shard_by only the rule itself knows which samples were seen, and it was asked for ",
           world, " processes, not ", context_.group.size(), ". Resume on as many processes."));
     }
-    const auto position = state.at("position").get<std::int64_t>();
-    const auto epoch = state.at("epoch").get<std::int64_t>();
-    if (position < 0 || epoch < 0)
-      refuse(concat("position ", position, " or epoch ", epoch, " is negative."));
-    const auto seed = state.at("seed").get<std::int64_t>();
-    const std::string stream = from_hex(state.value("stream", std::string()));
-    const bool stream_in_pass = state.value("stream_in_pass", false);
-    std::optional<std::int64_t> order_seed;
-    if (state.contains("order_seed")) order_seed = state.at("order_seed").get<std::int64_t>();
-    seed_ = seed;
-    next_epoch_ = epoch;
-    next_epoch_was_set_ = true;
-    origin_ = position;
-    skip_ = 0;
-    order_seed_ = order_seed;
-    loaded_stream_ = stream;
-    loaded_in_pass_ = stream_in_pass;
-    left_early_ = false;
+    next.position = state.at("position").get<std::int64_t>();
+    next.epoch = state.at("epoch").get<std::int64_t>();
+    if (next.position < 0 || next.epoch < 0 || next.position > kMost || next.epoch > kMost)
+      refuse(concat("position ", next.position, " or epoch ", next.epoch, " cannot be."));
+    const auto size = dataset_size();
+    if (const Json& found = state.at("dataset_size"); !found.is_null() && size && found != *size) {
+      const auto before = found.get<std::int64_t>();
+      if (before > *size || before < 0)
+        refuse(concat("its dataset had ", before, " samples, and this one has ", *size, "."));
+      if (next.position > 0 && (nodes > 0 || settings_.shard_by)) {
+        refuse(concat("its dataset had ", before, " samples, and this one has ", *size,
+                      ", which moves the parts of by_node or shard_by in the middle of a pass. "
+                      "Resume with the old dataset to the end of the epoch."));
+      }
+      next.fewer_samples = before;
+    }
+    next.seed = state.at("seed").get<std::int64_t>();
+    next.stream = from_hex(state.value("stream", std::string()));
+    next.stream_in_pass = state.value("stream_in_pass", false);
+    if (state.contains("order_seed")) next.order_seed = state.at("order_seed").get<std::int64_t>();
   } catch (const Json::exception& error) {
     std::throw_with_nested(DataError(
         concat("The saved state of the loader '", name(), "' is damaged: ", error.what())));
   }
+  return next;
+}
+
+void LoaderCore::load_state_dict(const Json& state) {
+  NextPass next = read_state(state);
+  seed_ = next.seed;
+  next_epoch_ = next.epoch;
+  next_epoch_was_set_ = true;
+  origin_ = next.position;
+  skip_ = 0;
+  order_seed_ = next.order_seed;
+  order_size_.reset();
+  loaded_stream_ = std::move(next.stream);
+  loaded_in_pass_ = next.stream_in_pass;
+  left_early_ = false;
+  if (!next.fewer_samples) return;
+  if (next.position > 0) order_size_ = next.fewer_samples;
+  log::warning(concat(
+      "The dataset of the loader '", name(), "' has grown from ", *next.fewer_samples, " to ",
+      *dataset_size(), " samples since its state was saved. ",
+      next.position > 0
+          ? "The pass that was under way goes on over those it began with; the others take part "
+            "from the next one on."
+          : "All take part in the next pass."));
 }
 
 }  // namespace accelerate::data

@@ -23,8 +23,12 @@ at::Tensor permutation(std::int64_t size, std::int64_t seed) {
 
 class SequentialOrder final : public IndexOrder {
  public:
-  SequentialOrder(std::int64_t size, std::int64_t offset) : size_(size), offset_(offset) {}
-  void begin(std::int64_t, std::int64_t, bool) override {}
+  SequentialOrder(std::int64_t size, std::int64_t offset)
+      : all_(size), size_(size), offset_(offset) {}
+  void limit(std::int64_t size) override { limit_ = size; }
+  void begin(std::int64_t, std::int64_t, bool) override {
+    size_ = std::exchange(limit_, std::nullopt).value_or(all_);
+  }
   std::optional<std::int64_t> size() const override { return size_; }
   std::int64_t ensure(std::int64_t) override { return size_; }
   void read(std::int64_t first, std::int64_t count, std::size_t* out) override {
@@ -32,15 +36,20 @@ class SequentialOrder final : public IndexOrder {
   }
 
  private:
+  std::int64_t all_;
   std::int64_t size_;
   std::int64_t offset_;
+  std::optional<std::int64_t> limit_;
 };
 
 class ShuffledOrder final : public IndexOrder {
  public:
-  ShuffledOrder(std::int64_t size, std::int64_t offset) : size_(size), offset_(offset) {}
+  ShuffledOrder(std::int64_t size, std::int64_t offset)
+      : all_(size), size_(size), offset_(offset) {}
+  void limit(std::int64_t size) override { limit_ = size; }
   void begin(std::int64_t seed, std::int64_t, bool) override {
-    if (order_.defined() && seed == seed_) return;
+    size_ = std::exchange(limit_, std::nullopt).value_or(all_);
+    if (order_.defined() && order_.numel() == size_ && seed == seed_) return;
     order_ = permutation(size_, seed);
     indices_ = order_.const_data_ptr<std::int64_t>();
     seed_ = seed;
@@ -53,8 +62,10 @@ class ShuffledOrder final : public IndexOrder {
   }
 
  private:
+  std::int64_t all_;
   std::int64_t size_;
   std::int64_t offset_;
+  std::optional<std::int64_t> limit_;
   std::int64_t seed_ = 0;
   at::Tensor order_;
   const std::int64_t* indices_ = nullptr;
@@ -265,8 +276,13 @@ void from_archive_bytes(const std::string& bytes,
                         const std::function<void(torch::serialize::InputArchive&)>& load) {
   std::istringstream in(bytes);
   torch::serialize::InputArchive archive;
-  archive.load_from(in);
-  load(archive);
+  try {
+    archive.load_from(in);
+    load(archive);
+  } catch (const c10::Error&) {
+    std::throw_with_nested(DataError(
+        "The saved state of a sampler cannot be read. It is damaged, or another sampler's."));
+  }
 }
 
 }  // namespace accelerate::data

@@ -2,25 +2,58 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/device_map/estimate.hpp>
 #include <accelerate/device_map/solver.hpp>
+#include <accelerate/io/manifest.hpp>
 #include <accelerate/io/safetensors.hpp>
 
 #include <algorithm>
 
 namespace accelerate {
 
+namespace {
+
+// `info` has a dtype and a shape.
+template <class Info>
+void add_to(ModelTree& tree, const std::filesystem::path& path, const std::string& name,
+            const Info& info, const std::string& same_as) {
+  try {
+    tree.add_parameter(name, info.shape, ElementType::of(io::safetensors::name(info.dtype)),
+                       same_as);
+  } catch (const ConfigError& error) {
+    std::throw_with_nested(CheckpointError(
+        text::concat("The names in ", path, " are not those of a model."), path.string()));
+  }
+}
+
+// Of a checkpoint of save_state, whose tensors may lie in pieces: its models, the second and later
+// ones with their name before their tensors'.
+ModelTree saved_tree(const std::filesystem::path& folder) {
+  const io::Manifest manifest = io::Manifest::read(folder);
+  ModelTree tree;
+  for (std::size_t i = 0;; ++i) {
+    const std::string group = i == 0 ? "model" : text::concat("model_", i);
+    const auto tensors = manifest.groups.find(group);
+    if (tensors == manifest.groups.end()) return tree;
+    const std::string prefix = i == 0 ? "" : group + "/";
+    for (const auto& [name, saved] : tensors->second)
+      add_to(tree, folder, prefix + name, saved, {});
+    if (const auto others = manifest.aliases.find(group); others != manifest.aliases.end()) {
+      for (const auto& [name, first] : others->second)
+        add_to(tree, folder, prefix + name, tensors->second.at(first), prefix + first);
+    }
+  }
+}
+
+}  // namespace
+
 ModelTree checkpoint_tree(const std::filesystem::path& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_regular_file(path / io::Manifest::kFileName, ignored))
+    return saved_tree(path);
   const io::safetensors::Collection files(path);
   ModelTree tree;
   const auto add = [&](const std::string& name, const io::safetensors::TensorInfo& info,
                        const std::string& same_as) {
-    try {
-      tree.add_parameter(name, info.shape, ElementType::of(io::safetensors::name(info.dtype)),
-                         same_as);
-    } catch (const ConfigError& error) {
-      std::throw_with_nested(
-          CheckpointError(text::concat("The names in ", files.path(), " are not those of a model."),
-                          files.path().string()));
-    }
+    add_to(tree, files.path(), name, info, same_as);
   };
   for (const auto& reader : files.readers()) {
     for (const auto& info : reader->header().tensors()) add(info.name, info, {});

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace accelerate::intercept {
 
@@ -17,11 +18,15 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
     if (plan.parameters.empty())
       throw ShardingError(text::concat("The unit '", plan.name, "' has no parameters."));
     const at::Tensor& first = plan.parameters.front().tensor;
-    const bool cast = options.compute_dtype && first.is_floating_point();
+    // A complex number would lose its imaginary part.
+    const bool cast = first.is_floating_point() && !plan.own_dtype;
+    const at::ScalarType own = first.scalar_type();
+    const at::ScalarType compute_dtype = cast ? options.compute_dtype.value_or(own) : own;
+    const at::ScalarType reduce_dtype =
+        cast ? options.reduce_dtype.value_or(compute_dtype) : compute_dtype;
     units_.push_back(std::make_unique<Unit>(
         static_cast<int>(units_.size()), plan.name, std::move(plan.parameters), options.parts,
-        cast ? *options.compute_dtype : first.scalar_type(),
-        options.compute_device.value_or(first.device()), *this));
+        compute_dtype, reduce_dtype, options.compute_device.value_or(first.device()), *this));
     Entry entry;
     entry.unit = units_.back().get();
     entry.stay = plan.stay;
@@ -34,6 +39,16 @@ Engine::Engine(std::vector<UnitPlan> plans, const EngineOptions& options, Reside
                        "limit on parameters in memory is ",
                        text::format_bytes(options.resident_limit),
                        ". Raise the limit, or split the module into smaller units."));
+    }
+  }
+  if (options.all_every_pass && options.resident_limit > 0) {
+    std::int64_t all = 0;
+    for (const auto& unit : units_) all += unit->storage().bytes();
+    if (all > options.resident_limit) {
+      throw ShardingError(
+          text::concat("Every pass is to bring all units, which need ", text::format_bytes(all),
+                       " together, and the limit on parameters in memory is ",
+                       text::format_bytes(options.resident_limit), ". Raise the limit."));
     }
   }
   // Everything that can be refused has been; from here on the user's parameters change.
@@ -59,6 +74,12 @@ void Engine::start(Entry& entry, bool ahead) {
   statistics_.peak_resident_bytes = std::max(statistics_.peak_resident_bytes, resident_bytes_);
   ++statistics_.brought;
   if (ahead) ++statistics_.prefetched;
+}
+
+void Engine::start_all() {
+  for (Entry& entry : entries_) {
+    if (entry.state == State::absent) start(entry, /*ahead=*/true);
+  }
 }
 
 void Engine::finish(Entry& entry) {
@@ -186,33 +207,43 @@ void Engine::unheld(TaggedStorage& storage) noexcept {
   if (!storage.want_empty() && entry.state == State::resident) empty(entry);
 }
 
+// Calls `act(unit, parameter, begin, end)` for what a view can reach of each parameter, in elements
+// of the unit.
 template <class Act>
 void Engine::for_parameters_in(const TaggedStorage& storage, const at::Tensor& view,
                                const Act& act) const {
   if (view.numel() == 0) return;
   const Unit& unit = *units_[static_cast<std::size_t>(storage.id())];
-  const std::int64_t begin = view.storage_offset();
-  std::int64_t last = begin;
+  std::int64_t last = view.storage_offset();
   for (std::int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
+  // Views of another dtype, as view_as_real makes them, count in elements of their own.
+  const auto size = static_cast<std::int64_t>(view.element_size());
+  const auto own_size = static_cast<std::int64_t>(c10::elementSize(unit.compute_dtype()));
+  const std::int64_t begin = view.storage_offset() * size / own_size;
+  const std::int64_t end = ((last + 1) * size + own_size - 1) / own_size;
   for (const UnitParameter& parameter : unit.parameters()) {
-    if (parameter.offset <= last && begin < parameter.offset + parameter.elements) {
-      act(unit, parameter);
-    }
+    const std::int64_t from = std::max(begin, parameter.offset);
+    const std::int64_t to = std::min(end, parameter.offset + parameter.elements);
+    if (from < to) act(unit, parameter, from, to);
   }
 }
 
 void Engine::will_write(TaggedStorage& storage, const at::Tensor& view) {
-  for_parameters_in(storage, view, [&](const Unit& unit, const UnitParameter& parameter) {
-    residency_.will_write(unit, parameter);
-  });
+  for_parameters_in(storage, view,
+                    [&](const Unit& unit, const UnitParameter& parameter, std::int64_t,
+                        std::int64_t) { residency_.will_write(unit, parameter); });
 }
 
 void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) {
   const std::lock_guard lock(mutex_);
   const Quiet quiet;
-  for_parameters_in(storage, view, [&](const Unit& unit, const UnitParameter& parameter) {
-    residency_.write_back(unit, parameter, storage.contents());
-  });
+  const bool all = (op == "aten::copy_" || op == "aten::fill_" || op == "aten::zero_") &&
+                   view.is_non_overlapping_and_dense();
+  for_parameters_in(
+      storage, view,
+      [&](const Unit& unit, const UnitParameter& parameter, std::int64_t begin, std::int64_t end) {
+        residency_.write_back(unit, parameter, {begin, end, all}, storage.contents());
+      });
 }
 
 void Engine::repointed(TaggedStorage& storage) {
@@ -221,8 +252,11 @@ void Engine::repointed(TaggedStorage& storage) {
 
 void Engine::begin_pass(Pass kind) {
   const std::lock_guard lock(mutex_);
-  if (pass_open_) return;
   const Quiet quiet;
+  if (pass_open_) {
+    if (options_.all_every_pass) start_all();  // a step has made them absent
+    return;
+  }
   kind_ = kind;
   pass_open_ = true;
   current_ = -1;
@@ -231,6 +265,7 @@ void Engine::begin_pass(Pass kind) {
     entry.unit->storage().set_ready(false);
   }
   trace().begin();
+  if (options_.all_every_pass) return start_all();
   const std::vector<int> next = next_units();
   drop_all_but(next);
   for (const int index : next) {
@@ -243,10 +278,39 @@ void Engine::end_pass() {
   const std::lock_guard lock(mutex_);
   if (!pass_open_) return;
   const Quiet quiet;
-  trace().end();
+  if (std::exchange(pass_forgotten_, false)) {
+    trace().begin();
+  } else {
+    trace().end();
+  }
   pass_open_ = false;
   current_ = -1;
   drop_all_but({});
+}
+
+void Engine::forget_pass() {
+  const std::lock_guard lock(mutex_);
+  pass_forgotten_ = pass_open_;
+}
+
+void Engine::abandon_pass() {
+  {
+    const std::lock_guard lock(mutex_);
+    pass_forgotten_ = pass_open_;
+    const Quiet quiet;
+    for (Entry& entry : entries_) {
+      if (entry.state != State::arriving) continue;
+      try {
+        finish(entry);
+      } catch (const Error&) {
+        // It never set out; finish has made it absent.
+      }
+    }
+  }
+  end_pass();
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  for (Entry& entry : entries_) let_go(entry);  // ranks may have come to different units
 }
 
 bool Engine::in_pass(Pass kind) const {
@@ -298,7 +362,8 @@ void Engine::take_assigned(Unit& unit) {
   const std::lock_guard lock(mutex_);
   const Quiet quiet;
   unit.take_assigned([&](const UnitParameter& parameter, const at::Tensor& flat) {
-    residency_.write_back(unit, parameter, flat);
+    const std::int64_t end = parameter.offset + parameter.elements;
+    residency_.write_back(unit, parameter, {parameter.offset, end, /*all=*/true}, flat);
     outdate(entries_[static_cast<std::size_t>(unit.index())]);
   });
 }
@@ -348,7 +413,9 @@ std::vector<int> Engine::first_demands() const {
   const auto add = [&](int index) {
     if (std::find(order.begin(), order.end(), index) == order.end()) order.push_back(index);
   };
-  for (const int index : trace().visited()) add(index);
+  if (!options_.all_every_pass) {
+    for (const int index : trace().visited()) add(index);
+  }
   for (const auto& unit : units_) add(unit->index());
   return order;
 }

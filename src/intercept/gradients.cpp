@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -18,6 +19,27 @@
 
 namespace accelerate::intercept {
 namespace {
+
+constexpr const char* kStandsFor =
+    "The gradient of a sharded parameter was used through the parameter. It was reduced over the "
+    "processes and lies in parts on them; the parameter's own .grad only says that there is one. "
+    "To clip, call accelerator.clip_grad_norm_(model, max_norm) or clip_grad_value_(model, limit) "
+    "with the prepared module; to clear, zero_grad() of the prepared optimizer; to step, an "
+    "optimizer that was given to prepare(). This process's part is the gradient of the prepared "
+    "optimizer's parameters.";
+
+// autograd::grad captures gradients on their way and accumulates none.
+bool accumulates(const at::Tensor& parameter) {
+  const auto* tasks = torch::autograd::get_current_graph_task_exec_info();
+  if (tasks == nullptr || tasks->empty()) return true;
+  const auto found = tasks->find(torch::autograd::impl::try_get_grad_accumulator(parameter).get());
+  return found != tasks->end() && found->second.needed_;
+}
+
+bool is_alias(const at::Tensor& gradient, const at::Tensor& stand_in) {
+  return gradient.defined() && gradient.has_storage() &&
+         gradient.storage().unsafeGetStorageImpl() == stand_in.storage().unsafeGetStorageImpl();
+}
 
 // A gradient as one dimension, in the order in which its parameter lies in memory.
 at::Tensor in_memory_order(const at::Tensor& gradient, const UnitParameter& parameter) {
@@ -55,10 +77,9 @@ struct Gradients::Link {
   }
 };
 
-Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::ScalarType> dtype)
+Gradients::Gradients(Engine& engine, GradientSink& sink)
     : engine_(engine),
       sink_(sink),
-      dtype_(dtype),
       link_(std::make_shared<Link>()),
       collected_(engine.units().size()) {
   link_->gradients = this;
@@ -74,7 +95,17 @@ Gradients::Gradients(Engine& engine, GradientSink& sink, std::optional<at::Scala
       torch::autograd::impl::materialize_autograd_meta(parameters[p].parameter);
       hook->before = std::move(torch::autograd::impl::post_acc_grad_hooks(parameters[p].parameter));
       torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].parameter, std::move(hook));
+      auto& before =
+          torch::autograd::impl::get_autograd_meta(parameters[p].parameter)->cpp_hooks_list_;
+      if (!before) torch::autograd::impl::create_cpp_hook(parameters[p].parameter);
+      collected_[u].hooks.push_back(before->size());
+      before->emplace_back([this, u, p](const at::TensorBase&) {
+        make_way(u, p);
+        return at::TensorBase();
+      });
+      collected_[u].stand_ins.push_back(given_up(parameters[p].parameter, kStandsFor));
     }
+    collected_[u].standing.assign(parameters.size(), false);
   }
 }
 
@@ -84,7 +115,13 @@ Gradients::~Gradients() {
     link_->gradients = nullptr;
   }
   for (const auto& unit : engine_.units()) {
-    for (const UnitParameter& parameter : unit->parameters()) {
+    Collected& collected = collected_[static_cast<std::size_t>(unit->index())];
+    collected.gradients = {};
+    for (std::size_t p = 0; p < unit->parameters().size(); ++p) {
+      const UnitParameter& parameter = unit->parameters()[p];
+      stand_for(*unit, p, false);
+      torch::autograd::impl::get_autograd_meta(parameter.parameter)
+          ->cpp_hooks_list_->at(collected.hooks[p]) = nullptr;
       auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter.parameter);
       if (auto* hook = dynamic_cast<Hook*>(slot.get());
           hook != nullptr && hook->gradients == this) {
@@ -213,7 +250,57 @@ void Gradients::settle() {
     const MemoryKindScope kind(MemoryKind::gradients);
     sink_.abandon();
   }
-  engine_.end_pass();
+  engine_.abandon_pass();
+}
+
+void Gradients::stand_for(const Unit& unit, std::size_t p, bool there) {
+  Collected& collected = collected_[static_cast<std::size_t>(unit.index())];
+  at::Tensor& gradient = const_cast<at::Tensor&>(unit.parameters()[p].parameter).mutable_grad();
+  if (!there && collected.gradients.flat.defined() && collected.gradients.used[p]) return;
+  if (there && !gradient.defined()) {
+    gradient = collected.stand_ins[p];
+  } else if (!there && is_alias(gradient, collected.stand_ins[p])) {
+    gradient.reset();
+  }
+  collected.standing[p] = there;
+}
+
+void Gradients::notice_cleared() {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t u = 0; u < collected_.size(); ++u) {
+    for (std::size_t p = 0; p < collected_[u].standing.size(); ++p) notice_cleared(u, p);
+  }
+}
+
+void Gradients::notice_cleared(std::size_t u, std::size_t p) {
+  Collected& collected = collected_[u];
+  const Unit& unit = *engine_.units()[u];
+  const UnitParameter& parameter = unit.parameters()[p];
+  if (!collected.standing[p] || parameter.parameter.grad().defined()) return;
+  collected.standing[p] = false;
+  UnitGradients& kept = collected.gradients;
+  if (kept.flat.defined() && kept.used[p]) {
+    const Quiet quiet;
+    for_pieces(unit, parameter, [&](std::int64_t, std::int64_t in_flat, std::int64_t count) {
+      kept.flat.narrow(0, in_flat, count).zero_();
+    });
+    kept.used[p] = false;
+    if (std::find(kept.used.begin(), kept.used.end(), true) == kept.used.end()) kept = {};
+  }
+  sink_.cleared(unit, p);
+}
+
+// Before a gradient is accumulated: into nothing, and not into what stands for the one of before.
+void Gradients::make_way(std::size_t u, std::size_t p) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  const Unit& unit = *engine_.units()[u];
+  if (!accumulates(unit.parameters()[p].parameter)) return;
+  present_task();  // so that the session, at whose end stand-ins come back, lasts until it is over
+  if (!collected_[u].standing[p]) return;
+  at::Tensor& gradient = const_cast<at::Tensor&>(unit.parameters()[p].parameter).mutable_grad();
+  if (is_alias(gradient, collected_[u].stand_ins[p])) gradient.reset();
+  collected_[u].standing[p] = false;
 }
 
 void Gradients::receive(std::size_t u, std::size_t p) {
@@ -277,6 +364,30 @@ void Gradients::collect(std::size_t u, std::size_t p) {
   gradient.reset();
 }
 
+std::vector<int> Gradients::reduction_order() const {
+  std::vector<int> order;
+  const std::vector<int> forward = engine_.first_demands();
+  for (auto index = forward.rbegin(); index != forward.rend(); ++index) {
+    const auto& parameters = engine_.units()[static_cast<std::size_t>(*index)]->parameters();
+    const bool trained =
+        std::any_of(parameters.begin(), parameters.end(),
+                    [](const UnitParameter& each) { return each.parameter.requires_grad(); });
+    if (trained) order.push_back(*index);
+  }
+  return order;
+}
+
+void Gradients::give_kept(const Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  const Quiet quiet;
+  give(static_cast<std::size_t>(unit.index()));
+}
+
+void Gradients::give_all_kept() {
+  for (const int index : reduction_order())
+    give_kept(*engine_.units()[static_cast<std::size_t>(index)]);
+}
+
 Gradients::Task& Gradients::present_task() {
   const int id = torch::autograd::get_current_graph_task_id();
   for (Task& task : tasks_) {
@@ -312,16 +423,11 @@ void Gradients::begin_session() {
   several_ = false;
   reached_ = none();
   next_given_ = 0;
-  order_.clear();
-  const std::vector<int> forward = engine_.first_demands();
-  for (auto index = forward.rbegin(); index != forward.rend(); ++index) {
-    const auto& parameters = engine_.units()[static_cast<std::size_t>(*index)]->parameters();
-    const bool trained =
-        std::any_of(parameters.begin(), parameters.end(),
-                    [](const UnitParameter& each) { return each.parameter.requires_grad(); });
-    if (trained) order_.push_back(*index);
-  }
+  order_ = reduction_order();
   for (Collected& collected : collected_) collected.given = false;
+  for (std::size_t u = 0; u < collected_.size(); ++u) {
+    for (std::size_t p = 0; p < collected_[u].standing.size(); ++p) notice_cleared(u, p);
+  }
 }
 
 void Gradients::task_over(int id, bool failed) {
@@ -360,6 +466,12 @@ bool Gradients::end_session_if_over() {
       }
     }
     sink_.finish(reduce_);
+    for (std::size_t u = 0; u < collected_.size(); ++u) {
+      const Unit& unit = *engine_.units()[u];
+      const UnitGradients& kept = collected_[u].gradients;
+      for (std::size_t p = 0; p < unit.parameters().size(); ++p)
+        stand_for(unit, p, (kept.flat.defined() && kept.used[p]) || sink_.has_gradient(unit, p));
+    }
   } catch (...) {
     spoil(reached_);
     note_failure();
@@ -387,9 +499,8 @@ void Gradients::open(std::size_t u) {
   if (gradients.flat.defined()) return;
   const Unit& unit = *engine_.units()[u];
   const MemoryKindScope kind(MemoryKind::gradients);
-  gradients.flat =
-      at::zeros({UnitGradients::part(unit) * unit.layout().parts},
-                at::TensorOptions(unit.device()).dtype(dtype_.value_or(unit.compute_dtype())));
+  gradients.flat = at::zeros({UnitGradients::part(unit) * unit.layout().parts},
+                             at::TensorOptions(unit.device()).dtype(unit.reduce_dtype()));
   gradients.used.assign(unit.parameters().size(), false);
 }
 

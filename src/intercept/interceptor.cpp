@@ -75,6 +75,25 @@ void refuse_replacement(const c10::OperatorHandle& op, const TaggedStorage& stor
   }
 }
 
+// torch::nn::utils::clip_grad_norm_ and its like, on the parameters of a prepared optimizer.
+void refuse_local_norm(const c10::OperatorHandle& op, const at::Tensor& part,
+                       const c10::IValue* arguments) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::mul_" || name == "aten::div_") {
+    if (!arguments[1].isTensor()) return;
+    const at::Tensor& factor = arguments[1].toTensor();
+    if (factor.numel() != 1 || factor.unsafeGetTensorImpl()->is_wrapped_number()) return;
+  } else if (name != "aten::abs" || part.numel() > 0) {  // the maximum of nothing is an error
+    return;
+  }
+  throw StateError(
+      "The gradient of a sharded parameter was to be scaled by a computed factor, as "
+      "torch::nn::utils::clip_grad_norm_ does. The optimizer's parameters have this process's part "
+      "of each gradient, whose norm is another on every process. Call "
+      "accelerator.clip_grad_norm_(model, max_norm) with the prepared module. To scale by what is "
+      "the same on all processes, give a number: factor.item<double>().");
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   Holds holds;
   std::vector<Write> writes;
@@ -84,9 +103,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const c10::IValue& value = values[i];
     const auto meet = [&](const at::Tensor& tensor) {
       TaggedStorage* storage = holds.add(tensor);
-      if (storage == nullptr || declared[i].alias_info() == nullptr ||
-          !declared[i].alias_info()->isWrite())
+      if (storage == nullptr) {
+        if (is_part_of_gradient(tensor)) refuse_local_norm(op, tensor, values);
         return;
+      }
+      if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) return;
       refuse_replacement(op, *storage);
       storage->owner().will_write(*storage, tensor);
       writes.push_back({storage, tensor});
@@ -224,7 +245,7 @@ void make_the_like(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 bool may_be_repointed(c10::DispatchKeySet keys, const at::Tensor& tensor, const at::Tensor& with) {
   if (is_tagged(tensor)) {
     TaggedStorage* storage = TaggedStorage::of(tensor);
-    if (storage == nullptr && !tensor.is_alias_of(with)) {
+    if (storage == nullptr && !tensor.is_alias_of(with) && !is_part_of_gradient(tensor)) {
       throw StateError(
           "The module is dispatched: its weights lie where its device map says, so it cannot be "
           "moved or cast, nor a weight be given other data. Call remove_offload() first, or "

@@ -4,9 +4,11 @@
 
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <typeinfo>
+#include <vector>
 
 namespace accelerate::intercept {
 namespace {
@@ -46,6 +48,22 @@ class GivenUp final : public c10::Allocator {
  private:
   explicit GivenUp(const char* message) : message_(message) {}
   const char* message_;
+};
+
+// Of the storage of a gradient's part.
+class PartOfGradient final : public c10::Allocator {
+ public:
+  static PartOfGradient& instance() {
+    static auto* const one = new PartOfGradient;  // never destroyed, as GivenUp
+    return *one;
+  }
+  c10::DataPtr allocate(std::size_t) override {
+    throw ShardingError(
+        "Something tried to resize the gradient of a sharded parameter. Replace it instead.");
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 };
 
 constexpr const char* kGone =
@@ -121,9 +139,10 @@ at::Tensor TaggedStorage::empty() {
       text::concat(
           "The parameters of '", name_,
           "' are sharded or offloaded and not in memory now, so their data has no address. Use "
-          "them through tensor operators. Before code that reads raw memory, such as saving, call "
-          "remove_offload() on a dispatched module, or open summon_full_params() on a sharded "
-          "one."),
+          "them through tensor operators. Before code that reads raw memory, such as torch::save() "
+          "or data_ptr(), call remove_offload() on a dispatched module, or open "
+          "summon_full_params() on a sharded one. To save a prepared module, call "
+          "accelerator.save_model(), or save what its state_dict() returns."),
       device_);
   return std::exchange(contents_, {});
 }
@@ -154,6 +173,21 @@ void guard(const at::Tensor& tensor, bool on) {
   const at::Tensor same = tensor_over(tensor.storage(), keys, tensor.scalar_type(), tensor.sizes(),
                                       tensor.strides(), tensor.storage_offset());
   impl.shallow_copy_from(same.getIntrusivePtr());
+}
+
+at::Tensor part_of_gradient(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_t offset) {
+  install();
+  flat.storage().unsafeGetStorageImpl()->set_allocator(&PartOfGradient::instance());
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t d = sizes.size(); d-- > 1;)
+    strides[d - 1] = strides[d] * std::max<std::int64_t>(sizes[d], 1);
+  return tensor_over(flat.storage(), tagged_keys(flat.scalar_type(), flat.device()),
+                     flat.scalar_type(), sizes, strides, flat.storage_offset() + offset);
+}
+
+bool is_part_of_gradient(const at::TensorBase& tensor) {
+  return is_tagged(tensor) && tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl()->allocator() == &PartOfGradient::instance();
 }
 
 at::Tensor given_up(const at::Tensor& like, const char* message) {

@@ -74,8 +74,10 @@ Layout lay_out(std::vector<UnitParameter>& parameters, int parts, at::ScalarType
 }  // namespace
 
 Unit::Unit(int index, std::string name, std::vector<NamedTensor> parameters, int parts,
-           at::ScalarType compute_dtype, at::Device compute_device, TaggedStorage::Owner& owner)
+           at::ScalarType compute_dtype, at::ScalarType reduce_dtype, at::Device compute_device,
+           TaggedStorage::Owner& owner)
     : dtype_(first_of(name, parameters).scalar_type()),
+      reduce_dtype_(reduce_dtype),
       parameters_(checked(name, parameters)),
       layout_(lay_out(parameters_, parts, compute_dtype)),
       storage_(index, std::move(name), layout_.total(), compute_dtype, compute_device, owner) {}

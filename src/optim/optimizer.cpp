@@ -9,13 +9,17 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <unordered_map>
+#include <vector>
 
 namespace accelerate {
 namespace {
@@ -25,6 +29,54 @@ void for_each_parameter(torch::optim::Optimizer& optimizer, Visitor&& visitor) {
   for (auto& group : optimizer.param_groups()) {
     for (at::Tensor& parameter : group.params()) visitor(parameter);
   }
+}
+
+// LibTorch steps a parameter as often as it is listed, and `parameters()` of a TorchScript module
+// lists a tied one under each of its names.
+void list_each_once(torch::optim::Optimizer& optimizer) {
+  auto& groups = optimizer.param_groups();
+  std::unordered_map<const void*, std::size_t> group_of;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    for (const at::Tensor& parameter : groups[i].params()) {
+      const auto [at, fresh] = group_of.try_emplace(parameter.unsafeGetTensorImpl(), i);
+      if (fresh || at->second == i) continue;
+      throw ConfigError(text::concat(
+          "A parameter of shape [", text::join(parameter.sizes()), "] is in the parameter groups ",
+          at->second, " and ", i,
+          " of one optimizer, which would step it twice with options that may differ. List it in "
+          "one group."));
+    }
+  }
+  std::size_t repeated = 0;
+  for (auto& group : groups) {
+    auto& params = group.params();
+    std::vector<at::Tensor> once;
+    for (const at::Tensor& parameter : params) {
+      if (group_of.erase(parameter.unsafeGetTensorImpl()) > 0) once.push_back(parameter);
+    }
+    repeated += params.size() - once.size();
+    params = std::move(once);
+  }
+  if (repeated == 0) return;
+  log::warning(text::concat(
+      "The optimizer lists ", repeated, repeated == 1 ? " parameter" : " parameters",
+      " more than once, as a module with tied weights gives them. Each is stepped once."));
+}
+
+// The state that an optimizer's constructor makes, for `leaf`; null when the state is the fruit of
+// steps, or of a type that is not known.
+std::unique_ptr<torch::optim::OptimizerParamState> fresh_state_for(
+    const at::Tensor& leaf, const torch::optim::OptimizerParamState& state,
+    const torch::optim::Optimizer& optimizer) {
+  const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(&state);
+  const auto* options = dynamic_cast<const torch::optim::AdagradOptions*>(&optimizer.defaults());
+  if (adagrad == nullptr || options == nullptr || adagrad->step() != 0 ||
+      !adagrad->sum().eq(options->initial_accumulator_value()).all().item<bool>())
+    return nullptr;
+  auto fresh = std::make_unique<torch::optim::AdagradParamState>();
+  fresh->step(0);
+  fresh->sum(at::full_like(leaf.detach(), options->initial_accumulator_value()));
+  return fresh;
 }
 
 }  // namespace
@@ -41,6 +93,7 @@ OptimizerCore::OptimizerCore(std::shared_ptr<torch::optim::Optimizer> optimizer,
   if (optimizer_ == nullptr)
     throw ConfigError("A null optimizer was given to prepare. Construct it first.");
   if (scaler_ != nullptr && !scaler_->enabled()) scaler_.reset();
+  list_each_once(*optimizer_);
   const bool is_owned = optimizer_.use_count() > 0;
   if (!is_owned) witness_ = witness_of(*optimizer_);
   followed_ = parameters();
@@ -80,13 +133,18 @@ bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
     const at::Tensor leaf = strategy->optimizer_leaf(parameter);
     if (!leaf.defined()) return;
     leaves.push_back(leaf);
-    if (leaf.is_same(parameter)) return;
-    const auto found = state.find(parameter.unsafeGetTensorImpl());
-    if (found != state.end()) {
-      throw StateError(text::concat(
-          "A parameter of shape [", text::join(parameter.sizes()),
-          "] is being sharded after its optimizer has stepped, and its optimizer state is whole. "
-          "Prepare the model and the optimizer before the first step."));
+    if (const auto found = state.find(parameter.unsafeGetTensorImpl()); found != state.end()) {
+      auto fresh = fresh_state_for(leaf, *found->second, *optimizer_);
+      if (fresh == nullptr && !leaf.is_same(parameter)) {
+        throw StateError(text::concat(
+            "A parameter of shape [", text::join(parameter.sizes()),
+            "] is being sharded, and its optimizer has state for it already, which is whole: it "
+            "has stepped. Prepare the model and the optimizer before the first step."));
+      }
+      if (fresh != nullptr) {
+        state.erase(found);
+        state[leaf.unsafeGetTensorImpl()] = std::move(fresh);
+      }
     }
     parameter = leaf;
   });
@@ -126,7 +184,49 @@ void OptimizerCore::follow_groups() {
   for (const auto& known : std::vector(known_)) {
     if (auto strategy = known.lock()) link(std::move(strategy));
   }
+  followed_.clear();  // so that what is refused now is refused again
+  list_each_once(*optimizer_);
   followed_ = parameters();
+}
+
+bool OptimizerCore::relink(const parallel::Strategy& ended,
+                           std::shared_ptr<parallel::Strategy> strategy) {
+  const auto known = std::find_if(strategies_.begin(), strategies_.end(),
+                                  [&](const auto& each) { return each.get() == &ended; });
+  if (known == strategies_.end()) return false;
+  std::vector<at::Tensor> leaves;
+  auto& state = optimizer_->state();
+  for (const auto& [name, parameter] : strategy->module().parameters()) {
+    const at::Tensor before = ended.optimizer_leaf(parameter);
+    const at::Tensor now = strategy->optimizer_leaf(parameter);
+    if (!before.defined() || !now.defined() || !owns(before)) continue;
+    if (before.sizes() != now.sizes()) {
+      throw StateError(text::concat(
+          "The parameter '", name,
+          "' is cut differently than before restore(), so its optimizer's state does not fit any "
+          "more. Make a new optimizer after restore(), and prepare that."));
+    }
+    leaves.push_back(now);
+    if (now.is_same(before)) continue;
+    for_each_parameter(*optimizer_, [&](at::Tensor& each) {
+      if (each.is_same(before)) each = now;
+    });
+    now.mutable_grad() = before.grad();
+    const auto found = state.find(before.unsafeGetTensorImpl());
+    if (found == state.end()) continue;
+    auto moved = std::move(found->second);
+    state.erase(found);
+    state[now.unsafeGetTensorImpl()] = std::move(moved);
+  }
+  leaves_[static_cast<std::size_t>(known - strategies_.begin())] = std::move(leaves);
+  std::erase_if(known_, [&](const auto& each) {
+    const auto one = each.lock();
+    return one == nullptr || one.get() == &ended;
+  });
+  known_.emplace_back(strategy);
+  *known = std::move(strategy);
+  followed_ = parameters();
+  return true;
 }
 
 at::Tensor OptimizerCore::step(const Closure& closure) {

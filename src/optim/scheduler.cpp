@@ -26,12 +26,18 @@ struct Access : torch::optim::LRScheduler {
   }
 };
 
-// This one's are private. An explicit instantiation may name them.
-using Plateau = torch::optim::ReduceLROnPlateauScheduler;
+// What they keep for themselves alone can be named where a template is instantiated explicitly.
 template <auto kMember, class Tag>
 struct Opened {
   friend constexpr typename Tag::Member member(Tag) { return kMember; }
 };
+struct SetRates {
+  using Member = void (torch::optim::LRScheduler::*)(const std::vector<double>&);
+  friend constexpr Member member(SetRates);
+};
+template struct Opened<&torch::optim::LRScheduler::set_optimizer_lrs, SetRates>;
+
+using Plateau = torch::optim::ReduceLROnPlateauScheduler;
 template <class T, int kIndex>
 struct PlateauMember {
   using Member = T Plateau::*;
@@ -131,12 +137,14 @@ void load_scheduler_state(torch::optim::LRScheduler& scheduler, const Json& stat
   } catch (const Json::exception&) {
     std::throw_with_nested(CheckpointError("This is not the state of a LibTorch scheduler.", ""));
   }
-  if (rates != Access::rates(scheduler)) {
-    throw StateError(text::concat("The scheduler's state goes with the learning rates ",
-                                  text::join(rates), ", and its optimizer has ",
-                                  text::join(Access::rates(scheduler)),
-                                  ". Load the optimizer's state first."));
+  const std::size_t groups = Access::rates(scheduler).size();
+  if (rates.size() != groups) {
+    throw CheckpointError(
+        text::concat("The state of a LibTorch scheduler has ", rates.size(),
+                     " learning rates, and its optimizer has ", groups, " parameter groups."),
+        "");
   }
+  (scheduler.*member(SetRates()))(rates);
   Access::step_count(scheduler) = count;
 }
 

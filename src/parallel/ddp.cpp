@@ -659,26 +659,51 @@ std::vector<std::vector<std::int64_t>> Ddp::reduction_layout() {
   return impl_->reducer->layout();
 }
 
+void Ddp::check_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) const {
+  if (layout.empty()) return;
+  std::vector<std::int64_t> all;
+  for (const auto& bucket : layout) all.insert(all.end(), bucket.begin(), bucket.end());
+  std::sort(all.begin(), all.end());
+  // Of the parameters that were trained; others were frozen when it was saved if there are not as
+  // many of them now.
+  std::vector<at::Tensor> trained;
+  for (const auto& parameter : impl_->parameters) {
+    if (parameter.trained) trained.push_back(parameter.entry.tensor);
+  }
+  bool fits = all.size() <= impl_->parameters.size();
+  for (std::size_t i = 0; fits && i < all.size(); ++i)
+    fits = all[i] == static_cast<std::int64_t>(i);
+  if (fits && all.size() != trained.size()) return;
+  for (std::size_t b = 0; fits && b < layout.size(); ++b) {
+    // One bucket is one tensor.
+    const auto& bucket = layout[b];
+    const auto parameter = [&](std::int64_t i) -> const at::Tensor& {
+      return trained[static_cast<std::size_t>(i)];
+    };
+    fits = !bucket.empty() && std::all_of(bucket.begin(), bucket.end(), [&](std::int64_t i) {
+      return parameter(i).scalar_type() == parameter(bucket.front()).scalar_type() &&
+             parameter(i).device() == parameter(bucket.front()).device();
+    });
+  }
+  if (fits) return;
+  throw CheckpointError(
+      "The layout of gradient buckets in the checkpoint is that of another module.",
+      /*path=*/"");
+}
+
 void Ddp::set_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) {
+  check_reduction_layout(layout);
   if (layout.empty() || !impl_->reducer->should_rebuild_buckets()) return;
   std::vector<std::vector<std::size_t>> buckets;
-  std::vector<std::int64_t> all;
+  std::size_t size = 0;
   for (const auto& bucket : layout) {
-    all.insert(all.end(), bucket.begin(), bucket.end());
     buckets.emplace_back(bucket.begin(), bucket.end());
+    size += bucket.size();
   }
-  std::sort(all.begin(), all.end());
-  const auto trained = static_cast<std::size_t>(
-      std::count_if(impl_->parameters.begin(), impl_->parameters.end(),
-                    [](const auto& parameter) { return parameter.trained; }));
-  // Others were frozen then.
-  if (all.size() != trained && all.size() <= impl_->parameters.size()) return;
-  for (std::size_t i = 0; i < std::max(all.size(), trained); ++i) {
-    if (all.size() == trained && all[i] == static_cast<std::int64_t>(i)) continue;
-    throw CheckpointError(
-        "The layout of gradient buckets in the checkpoint is that of another module.",
-        /*path=*/"");
-  }
+  const auto is_trained = [](const Impl::Parameter& parameter) { return parameter.trained; };
+  const auto trained =
+      std::count_if(impl_->parameters.begin(), impl_->parameters.end(), is_trained);
+  if (size != static_cast<std::size_t>(trained)) return;
   impl_->translated("the set-up of gradient buckets",
                     [&] { impl_->reducer->set_layout(std::move(buckets)); });
 }

@@ -34,7 +34,8 @@ Fsdp::~Fsdp() {
   // Alone there is nobody to ask for the parameters, so they can be given back.
   if (impl_->gather_group.size() == 1) {
     try {
-      restore();
+      impl_->gradients.reset();
+      impl_->engine->restore();
     } catch (const std::exception& error) {
       log::error(
           text::concat("The parameters could not be given back to the module: ", describe(error)));
@@ -77,11 +78,17 @@ void Fsdp::follow_module() {
 
 void Fsdp::before_forward(const ForwardContext& context) {
   impl_->require_sharded();
+  impl_->begin_pass();
   impl_->gradients->settle();
   Strategy::before_forward(context);
   impl_->engine->check_tagged();
   impl_->refresh_if_stepped();
-  impl_->gradients->set_reduce(context.sync || impl_->options.reduce_every_backward());
+  impl_->reduces = context.sync || impl_->options.reduce_every_backward();
+  impl_->gradients->set_reduce(impl_->reduces);
+  if (context.grad_enabled) {
+    impl_->expects_backward = true;
+    impl_->control_flow->begin_forward();
+  }
   impl_->engine->begin_pass(context.grad_enabled ? Engine::Pass::training
                                                  : Engine::Pass::inference);
 }
@@ -93,6 +100,7 @@ void Fsdp::after_forward(const ForwardContext& context, const std::vector<at::Te
 
 void Fsdp::sync_in_next_backward() {
   impl_->require_sharded();
+  impl_->reduces = true;
   impl_->gradients->set_reduce(true);
 }
 
@@ -106,7 +114,9 @@ void Fsdp::before_backward() {
 }
 
 void Fsdp::after_backward() {
-  if (!is_restored()) impl_->gradients->end(/*failed=*/false);
+  if (is_restored()) return;
+  impl_->gradients->end(/*failed=*/false);
+  if (impl_->expects_backward) impl_->join_backward();
 }
 
 void Fsdp::backward_failed() noexcept {
@@ -115,11 +125,13 @@ void Fsdp::backward_failed() noexcept {
 
 void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   Strategy::check_gradients(leaves);
   impl_->engine->check_tagged();
   for (const auto& unit : impl_->engine->units()) {
     for (const UnitParameter& parameter : unit->parameters()) {
-      if (!parameter.parameter.grad().defined()) continue;
+      const at::Tensor& own = parameter.parameter.grad();
+      if (!own.defined() || intercept::is_tagged(own)) continue;  // what stands for the leaf's
       throw StateError(text::concat("The sharded parameter '", parameter.name,
                                     "' has a gradient of its own, which was not reduced over the "
                                     "ranks and would not be used. A hook set after prepare() took "
@@ -136,6 +148,9 @@ void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
         "' is only a part of one. Clear the gradients with the prepared optimizer's zero_grad() "
         "before the next backward."));
   }
+  impl_->control_flow->check();
+  // A forward after the backward, to evaluate, has none to wait for.
+  if (impl_->expects_backward && !impl_->has_reduced) impl_->join_backward();
   if (impl_->gradients->keeps(owned)) {
     throw StateError(
         "The optimizer was asked to step while gradients of micro-batches without synchronisation "
@@ -147,6 +162,7 @@ void Fsdp::check_gradients(const std::vector<at::Tensor>& leaves) {
 
 void Fsdp::after_step(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
+  impl_->has_reduced = false;
   const intercept::ParameterSet owned = impl_->of(leaves);
   for (std::size_t u = 0; u < owned.size(); ++u) {
     Impl::Part& part = impl_->parts[u];
@@ -165,10 +181,19 @@ void Fsdp::after_step(const std::vector<at::Tensor>& leaves) {
 
 void Fsdp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
   impl_->require_sharded();
-  impl_->gradients->clear(impl_->of(leaves));
+  impl_->has_reduced = false;
+  const intercept::ParameterSet owned = impl_->of(leaves);
+  impl_->gradients->clear(owned);
+  for (std::size_t u = 0; u < owned.size(); ++u) {
+    for (std::size_t p = 0; p < owned[u].size(); ++p) {
+      if (owned[u][p]) impl_->gradients->stand_for(*impl_->engine->units()[u], p, false);
+    }
+  }
 }
 
 at::Tensor Fsdp::grad_norm(double p) const {
+  impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   const Quiet quiet;
   const auto all = impl_->local_gradients();
   const at::Device device = impl_->parts.front().shard.device();
@@ -176,8 +201,11 @@ at::Tensor Fsdp::grad_norm(double p) const {
   for (const at::Tensor& gradient : all) by_dtype[gradient.scalar_type()].push_back(gradient);
   std::vector<at::Tensor> norms;
   at::ScalarType dtype = at::kFloat;
-  for (const Impl::Part& part : impl_->parts)
-    dtype = c10::promoteTypes(dtype, c10::toRealValueType(part.shard.scalar_type()));
+  for (const Impl::Part& part : impl_->parts) {
+    // The eight-bit types promote to nothing.
+    if (part.shard.element_size() > 1)
+      dtype = c10::promoteTypes(dtype, c10::toRealValueType(part.shard.scalar_type()));
+  }
   for (const auto& [kind, gradients] : by_dtype) {
     for (const at::Tensor& norm : at::_foreach_norm(gradients, p)) norms.push_back(norm.to(dtype));
   }
@@ -186,7 +214,12 @@ at::Tensor Fsdp::grad_norm(double p) const {
   if (impl_->reduce_group.size() == 1) return total;
   const auto reduce = [&](comm::ReduceOp op) {
     Impl::saying([] { return std::string("Taking the norm of the sharded gradients"); },
-                 [&] { impl_->reduce_group.all_reduce(total, op).wait(); });
+                 [&] {
+                   const auto collective = impl_->control_flow->start(
+                       {ControlFlow::Event::reduce, ControlFlow::kNorm}, total,
+                       [&] { return impl_->reduce_group.all_reduce(total, op); });
+                   impl_->control_flow->wait(collective).wait();
+                 });
   };
   if (std::isinf(p)) {
     reduce(p > 0 ? comm::ReduceOp::max : comm::ReduceOp::min);
@@ -198,12 +231,16 @@ at::Tensor Fsdp::grad_norm(double p) const {
 }
 
 void Fsdp::scale_gradients_(const at::Tensor& factor) {
+  impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   const Quiet quiet;
   const auto all = impl_->local_gradients();
   if (!all.empty()) at::_foreach_mul_(all, factor.to(all.front().device()));
 }
 
 void Fsdp::clip_grad_value_(double limit) {
+  impl_->require_sharded();
+  impl_->gradients->notice_cleared();
   const Quiet quiet;
   const auto all = impl_->local_gradients();
   if (all.empty()) return;

@@ -2,10 +2,12 @@
 #include <accelerate/base/text.hpp>
 #include <intercept/quiet.hpp>
 #include <parallel/fsdp_impl.hpp>
+#include <parallel/shared_memory.hpp>
 #include <parallel/unit_plan.hpp>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/jit/codegen/fuser/interface.h>
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
@@ -100,15 +102,22 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
       module(record),
       options(std::move(given)),
       world_rank(group.rank()) {
-  if (!options.reshard_after_forward().enabled || options.reshard_after_forward().group_size == 1) {
+  if (!options.reshard_after_forward().enabled || options.reshard_after_forward().group_size == 1 ||
+      options.all_units_every_pass()) {
     auto& strategy = options.sharding_strategy();
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
     if (strategy == ShardingStrategy::hybrid_shard) strategy = ShardingStrategy::hybrid_shard_zero2;
   }
   auto plans = plan_units(module, options);
   check_same_on_all_ranks(plans, group);
+  // References that somebody else has may differ between ranks, and the refusal must not.
+  for (const std::string& shared : group.all_gather_bytes(shared_memory(module, plans))) {
+    if (!shared.empty()) throw ShardingError(shared);
+  }
   make_groups(group);
+  std::vector<std::string> names;
   for (auto& plan : plans) {
+    names.push_back(plan.name);
     switch (options.sharding_strategy()) {
       case ShardingStrategy::full_shard:
       case ShardingStrategy::hybrid_shard:
@@ -129,9 +138,17 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     torch::jit::overrideCanFuseOnCPU(false);
     torch::jit::overrideCanFuseOnGPU(false);
   }
+  const int units = static_cast<int>(plans.size());
+  ControlFlow::Options agreement;
+  agreement.gather_ranks = gather_group.size();
+  agreement.window =
+      options.all_units_every_pass() ? units : std::min(units, options.prefetch_units() + 3);
+  control_flow.emplace(group, std::move(names), agreement);
   intercept::EngineOptions engine_options;
+  engine_options.all_every_pass = options.all_units_every_pass();
   engine_options.parts = gather_group.size();
   engine_options.compute_dtype = options.mixed_precision().param_dtype;
+  engine_options.reduce_dtype = options.mixed_precision().reduce_dtype;
   engine_options.prefetch = options.forward_prefetch() ? options.prefetch_units() : 0;
   engine_options.prefetch_in_backward =
       options.backward_prefetch() == BackwardPrefetch::backward_pre ? options.prefetch_units() : 0;
@@ -142,8 +159,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
                                       if (options.sync_module_states()) from_rank_zero(flat, group);
                                       adopt(unit, std::move(flat));
                                     });
-  gradients = std::make_unique<intercept::Gradients>(*engine, *this,
-                                                     options.mixed_precision().reduce_dtype);
+  gradients = std::make_unique<intercept::Gradients>(*engine, *this);
   for (std::size_t u = 0; u < parts.size(); ++u) {
     for (std::size_t p = 0; p < parts[u].leaves.size(); ++p)
       place_of[parts[u].leaves[p].unsafeGetTensorImpl()] = {u, p};
@@ -168,8 +184,11 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     }
   }
   if (const auto dtype = options.mixed_precision().buffer_dtype) {
+    const auto kept = options.mixed_precision().param_dtype ? norm_statistics(module)
+                                                            : std::unordered_set<const void*>();
     for (const auto& [key, buffer] : module.buffers()) {
-      if (buffer.is_floating_point()) at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
+      if (buffer.is_floating_point() && !kept.contains(buffer.unsafeGetTensorImpl()))
+        at::Tensor(buffer).set_data(buffer.detach().to(*dtype));
     }
   }
 }
@@ -206,7 +225,6 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
   gather_group = group.split(group.rank() / size, group.rank(), "fsdp_gather");
   reduce_group = group.split(group.rank() / size, group.rank(), "fsdp_reduce");
   replicate_group = group.split(group.rank() % size, group.rank(), "fsdp_replicate");
-  if (options.verify_control_flow()) control_flow.emplace(gather_group);
   const int share = options.reshard_after_forward().group_size;
   if (share < 0 || (share > 0 && share < size && size % share != 0)) {
     throw ShardingError(text::concat(
@@ -252,18 +270,13 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
   }
 }
 
-at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
+ControlFlow::Handle Fsdp::Impl::gather(const Unit& unit, const at::Tensor& whole, bool in_group) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
-  at::Tensor whole = reuse.defined() ? std::move(reuse)
-                     : part.whole.defined()
-                         ? part.whole
-                         : at::empty({unit.layout().total()},
-                                     at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
-  if (part.reshard.defined()) {
-    part.launch = launch(unit, ControlFlow::Event::gather, [this, &part, whole] {
-      part.gather = reshard_group.all_gather_into(whole, part.reshard);
-    });
-    return whole;
+  using Act = ControlFlow::Act;
+  if (in_group) {
+    return control_flow->start(
+        {ControlFlow::Event::gather, unit.index(), Act::in_group}, whole,
+        [this, whole, mine = part.reshard] { return reshard_group.all_gather_into(whole, mine); });
   }
   at::Tensor mine = part.shard;
   if (mine.scalar_type() != whole.scalar_type() || mine.device() != whole.device()) {
@@ -275,22 +288,33 @@ at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
           c10::impl::VirtualGuardImpl(mine.device().type()).getStream(mine.device()));
     }
   }
-  part.launch = launch(unit, ControlFlow::Event::gather, [this, &part, whole, mine] {
-    part.gather = gather_group.all_gather_into(whole, mine);
-  });
   const auto item = static_cast<std::int64_t>(whole.element_size());
   gathered_bytes += unit.layout().total() * item;
   gathered_parameter_bytes += unit.layout().elements * item;
+  return control_flow->start(
+      {ControlFlow::Event::gather, unit.index(), Act::in_pass}, whole,
+      [this, whole, mine] { return gather_group.all_gather_into(whole, mine); });
+}
+
+void Fsdp::Impl::wait_for(const Unit& unit, const char* what,
+                          const ControlFlow::Handle& collective) {
+  for_unit(unit, what, [&] { control_flow->wait(collective).wait(); });
+}
+
+at::Tensor Fsdp::Impl::start_bring(const Unit& unit, at::Tensor reuse) {
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  at::Tensor whole = reuse.defined() ? std::move(reuse)
+                     : part.whole.defined()
+                         ? part.whole
+                         : at::empty({unit.layout().total()},
+                                     at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
+  part.gather = gather(unit, whole, part.reshard.defined());
   return whole;
 }
 
 void Fsdp::Impl::finish_bring(const Unit& unit, const at::Tensor&) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
-  for_unit(unit, "Gathering", [&] {
-    if (part.launch) std::exchange(part.launch, nullptr)();
-    part.gather.wait();
-  });
-  part.gather = {};
+  wait_for(unit, "Gathering", std::exchange(part.gather, nullptr));
 }
 
 void Fsdp::Impl::leaving(const Unit& unit, const at::Tensor& contents) {
@@ -301,25 +325,35 @@ void Fsdp::Impl::leaving(const Unit& unit, const at::Tensor& contents) {
   part.reshard = contents.narrow(0, reshard_group.rank() * length, length).clone();
 }
 
-void Fsdp::Impl::write_back(const Unit& unit, const UnitParameter& parameter,
-                            const at::Tensor& contents) {
+void Fsdp::Impl::write_back(const Unit& unit, const UnitParameter&,
+                            const intercept::Written& written, const at::Tensor& contents) {
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   wait_for_copies();
   part.reshard.reset();
   const std::int64_t begin = gather_group.rank() * unit.layout().part;
-  const std::int64_t from = std::max(parameter.offset, begin);
-  const std::int64_t to =
-      std::min(parameter.offset + parameter.elements, begin + unit.layout().part);
-  if (from < to)
-    part.shard.narrow(0, from - begin, to - from).copy_(contents.narrow(0, from, to - from));
+  const std::int64_t from = std::max(written.begin, begin);
+  const std::int64_t to = std::min(written.end, begin + unit.layout().part);
+  if (from >= to) return;
+  const at::Tensor home = part.shard.narrow(0, from - begin, to - from);
+  const at::Tensor now = contents.narrow(0, from, to - from);
+  if (written.all || unit.compute_dtype() == unit.dtype()) {
+    home.copy_(now);
+    return;
+  }
+  // What the operator left alone keeps the bits that the compute dtype has no place for.
+  const at::Tensor changed = now.ne(home.to(now.device(), now.scalar_type()));
+  home.copy_(at::where(changed.to(home.device()), now.to(home.device(), home.scalar_type()), home));
 }
 
 at::Tensor Fsdp::Impl::bring_full(const Unit& unit) {
   const Part& part = parts[static_cast<std::size_t>(unit.index())];
   at::Tensor whole =
       at::empty({unit.layout().total()}, at::TensorOptions(unit.device()).dtype(unit.dtype()));
-  for_unit(unit, "Gathering",
-           [&] { gather_group.all_gather_into(whole, part.shard.to(unit.device())).wait(); });
+  const at::Tensor mine = part.shard.to(unit.device());
+  wait_for(unit, "Gathering",
+           control_flow->start(
+               {ControlFlow::Event::gather, unit.index(), ControlFlow::Act::whole}, whole,
+               [this, whole, mine] { return gather_group.all_gather_into(whole, mine); }));
   return whole;
 }
 
@@ -329,44 +363,22 @@ void Fsdp::Impl::write_back_full(const Unit& unit, const at::Tensor& full) {
   part.shard.copy_(full.narrow(0, gather_group.rank() * unit.layout().part, unit.layout().part));
 }
 
-std::function<void()> Fsdp::Impl::launch(const Unit& unit, ControlFlow::Event event,
-                                         std::function<void()> body) {
-  if (!control_flow) {
-    for_unit(unit, event == ControlFlow::Event::gather ? "Gathering" : "Reducing the gradients of",
-             body);
-    return nullptr;
-  }
-  return [this, &unit, event, number = control_flow->start(event, unit.name()),
-          body = std::move(body)] {
-    control_flow->wait(event, number, unit.name());
-    body();
-  };
-}
-
 void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
   finish_reduction();  // one at a time: each needs a buffer of a whole unit
-  under_way.emplace(Reduction{&unit, std::move(given), {}, {}, nullptr});
-  Reduction& reduction = *under_way;
-  at::Tensor& flat = reduction.gradients.flat;
+  const at::Tensor flat = given.flat;
   const int ranks = gather_group.size();
-  if (ranks == 1) {
-    reduction.output = flat;
-  } else {
-    reduction.output = at::empty({UnitGradients::part(unit)}, flat.options());
-    // A sum of fp16 gradients overflows before a mean of them would.
-    const bool divide_first = flat.scalar_type() == at::kHalf;
-    if (divide_first) flat.div_(ranks);
-    try {
-      reduction.launch = launch(unit, ControlFlow::Event::reduce, [this, divide_first] {
-        under_way->work = reduce_group.reduce_scatter_into(
-            under_way->output, under_way->gradients.flat,
-            divide_first ? comm::ReduceOp::sum : comm::ReduceOp::avg);
-      });
-    } catch (...) {
-      under_way.reset();
-      throw;
-    }
-  }
+  at::Tensor output = flat;
+  // A sum of fp16 gradients overflows before a mean of them would.
+  const bool divide_first = ranks > 1 && flat.scalar_type() == at::kHalf;
+  if (ranks > 1) output = at::empty({UnitGradients::part(unit)}, flat.options());
+  if (divide_first) flat.div_(ranks);
+  under_way.emplace(Reduction{
+      &unit, std::move(given), output,
+      control_flow->start(
+          {ControlFlow::Event::reduce, unit.index()}, flat, [this, flat, output, divide_first] {
+            return reduce_group.reduce_scatter_into(
+                output, flat, divide_first ? comm::ReduceOp::sum : comm::ReduceOp::avg);
+          })});
   ++reductions;
   const auto item = static_cast<std::int64_t>(flat.element_size());
   reduced_bytes += flat.numel() * item;
@@ -376,22 +388,15 @@ void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
 
 void Fsdp::Impl::finish_reduction() {
   if (!under_way) return;
-  const Unit& unit = *under_way->unit;
-  try {
-    if (under_way->launch)
-      for_unit(unit, "Reducing the gradients of", std::exchange(under_way->launch, nullptr));
-  } catch (...) {
-    under_way.reset();
-    throw;
-  }
   Reduction reduction = std::move(*under_way);
   under_way.reset();
+  const Unit& unit = *reduction.unit;
   Part& part = parts[static_cast<std::size_t>(unit.index())];
-  for_unit(unit, "Reducing the gradients of", [&] {
-    reduction.work.wait();
-    if (replicate_group.size() > 1)
-      replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg).wait();
-  });
+  wait_for(unit, "Reducing the gradients of", std::exchange(reduction.scatter, nullptr));
+  if (replicate_group.size() > 1) {
+    for_unit(unit, "Reducing the gradients of",
+             [&] { replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg).wait(); });
+  }
   reduction.gradients.flat.reset();
   auto& used = reduction.gradients.used;
   if (std::find(used.begin(), used.end(), false) != used.end()) {
@@ -400,10 +405,13 @@ void Fsdp::Impl::finish_reduction() {
     for (std::size_t p = 0; p < used.size(); ++p) used[p] = flags.const_data_ptr<float>()[p] > 0;
   }
   const at::Tensor mine = reduction.output.to(part.shard.device(), part.shard.scalar_type());
+  const int ranks_of_a_unit = gather_group.size();
   for (std::size_t p = 0; p < used.size(); ++p) {
     at::Tensor& leaf = part.leaves[p];
     if (!used[p] || !unit.parameters()[p].parameter.requires_grad()) continue;
-    const at::Tensor gradient = plain_view(mine, leaf.sizes(), part.leaf_offsets[p]);
+    const at::Tensor gradient =
+        ranks_of_a_unit > 1 ? intercept::part_of_gradient(mine, leaf.sizes(), part.leaf_offsets[p])
+                            : plain_view(mine, leaf.sizes(), part.leaf_offsets[p]);
     if (leaf.grad().defined()) {
       leaf.mutable_grad().add_(gradient);
     } else {
@@ -412,19 +420,85 @@ void Fsdp::Impl::finish_reduction() {
   }
 }
 
+bool Fsdp::Impl::has_gradient(const Unit& unit, std::size_t parameter) const {
+  return parts[static_cast<std::size_t>(unit.index())].leaves[parameter].grad().defined();
+}
+
+void Fsdp::Impl::cleared(const Unit& unit, std::size_t parameter) {
+  parts[static_cast<std::size_t>(unit.index())].leaves[parameter].mutable_grad().reset();
+}
+
 void Fsdp::Impl::finish(bool reduced) {
   if (reduced) finish_reduction();
   for (Part& part : parts) part.reshard.reset();
-  if (control_flow) {
-    constexpr auto kEnd = ControlFlow::Event::end_of_backward;
-    control_flow->wait(kEnd, control_flow->start(kEnd));
+  expects_backward = false;
+  has_reduced = has_reduced || reduced;
+  // Who joined in does not know what this backward demanded, and all are to expect the same.
+  if (control_flow->end_backward()) engine->forget_pass();
+}
+
+intercept::ParameterSet Fsdp::Impl::all_parameters() const {
+  intercept::ParameterSet all = gradients->none();
+  for (auto& unit : all) unit.assign(unit.size(), true);
+  return all;
+}
+
+void Fsdp::Impl::begin_pass() {
+  if (!control_flow->begin_pass()) return;
+  engine->abandon_pass();
+  under_way.reset();
+  for (Part& part : parts) part.reshard.reset();
+  expects_backward = has_reduced = false;
+}
+
+void Fsdp::Impl::serve(const ControlFlow::Step& step) {
+  const Unit& unit = *engine->units()[static_cast<std::size_t>(step.unit)];
+  if (step.event == ControlFlow::Event::reduce) {
+    gradients->give_kept(unit);
+    finish_reduction();  // the others finish it before they announce the next
+    return;
   }
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  const bool in_group = step.act == ControlFlow::Act::in_group;
+  if (in_group && !part.reshard.defined() && unit.storage().contents().defined())
+    leaving(unit, unit.storage().contents());
+  const at::Tensor whole =
+      part.whole.defined()
+          ? part.whole
+          : at::empty({unit.layout().total()},
+                      at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
+  wait_for(unit, "Gathering", gather(unit, whole, in_group && part.reshard.defined()));
+}
+
+void Fsdp::Impl::join_backward() {
+  const Quiet quiet;
+  using Others = ControlFlow::Others;
+  const Others others = control_flow->join(reduces && gradients->keeps(all_parameters()),
+                                           [&](const ControlFlow::Step& step) { serve(step); });
+  if (others == Others::none) return;
+  // No rank's backward met a unit, and gradients of micro-batches before wait on one.
+  if (others == Others::keep) gradients->give_all_kept();
+  if (reduces) finish_reduction();
+  for (Part& part : parts) part.reshard.reset();
+  expects_backward = false;
+  has_reduced = has_reduced || reduces;
+  engine->forget_pass();
+  engine->end_pass();
 }
 
 void Fsdp::Impl::abandon() {
   for (Part& part : parts) part.reshard.reset();
-  // It has begun on every rank.
-  finish_reduction();
+  if (control_flow->has_failed()) {
+    under_way.reset();  // the others may never begin it
+  } else {
+    finish_reduction();
+  }
+}
+
+void Fsdp::Impl::failed() noexcept {
+  control_flow->fail(text::concat("The backward pass of rank ", world_rank,
+                                  " failed; the error is in its output. The other ranks cannot "
+                                  "end theirs."));
 }
 
 void Fsdp::Impl::wait_for_copies() const {

@@ -23,8 +23,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     at::Tensor shard;                        // flat, in the module's own dtype
     std::vector<at::Tensor> leaves;          // by parameter
     std::vector<std::int64_t> leaf_offsets;  // of each leaf in the shard
-    comm::Work gather;
-    std::function<void()> launch;  // of the gather, with verify_control_flow: once the ranks agree
+    ControlFlow::Handle gather;              // that is under way
     // Where the unit stays in memory for good in the shard's own dtype: its memory, of which the
     // shard is a piece.
     at::Tensor whole;
@@ -40,8 +39,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     const intercept::Unit* unit = nullptr;
     intercept::UnitGradients gradients;
     at::Tensor output;
-    comm::Work work;
-    std::function<void()> launch;  // with verify_control_flow: once the ranks agree
+    ControlFlow::Handle scatter;
   };
 
   std::string name;
@@ -51,11 +49,14 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   // Gathers and reductions have a communicator each: reductions come in an order of their own,
   // which may fall differently between the gathers on ranks that use different parameters.
   comm::Group gather_group, reduce_group, replicate_group, reshard_group;
-  std::optional<ControlFlow> control_flow;  // with verify_control_flow
+  std::optional<ControlFlow> control_flow;
   std::vector<Part> parts;
   std::unordered_map<const void*, at::Tensor> leaf_of;
   std::unordered_map<const void*, std::pair<std::size_t, std::size_t>> place_of;  // by leaf
   std::optional<Reduction> under_way;
+  bool reduces = true;            // the backward of the last forward
+  bool expects_backward = false;  // since a forward with gradients none has ended
+  bool has_reduced = false;       // a backward since the last step
   std::int64_t reductions = 0, gathered_bytes = 0, gathered_parameter_bytes = 0, reduced_bytes = 0,
                reduced_parameter_bytes = 0;
   std::unique_ptr<intercept::Engine> engine;
@@ -70,10 +71,17 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   static void saying(const std::function<std::string()>& what, const std::function<void()>& body);
   static void for_unit(const intercept::Unit& unit, const char* what,
                        const std::function<void()>& body);
-  // Runs `body`, which starts a collective of a unit: now, or with verify_control_flow when it is
-  // returned and run, after the ranks have agreed that it is this one.
-  std::function<void()> launch(const intercept::Unit& unit, ControlFlow::Event event,
-                               std::function<void()> body);
+  // Gathers a unit into `whole`, from the ranks' shards or from what their group kept of it.
+  ControlFlow::Handle gather(const intercept::Unit& unit, const at::Tensor& whole, bool in_group);
+  // Waits for a collective that was announced.
+  void wait_for(const intercept::Unit& unit, const char* what,
+                const ControlFlow::Handle& collective);
+  // A pass begins; after one that failed, what it left is forgotten.
+  void begin_pass();
+  // Takes part in the backward pass of other ranks, where this rank's met no unit.
+  void join_backward();
+  void serve(const ControlFlow::Step& step);
+  intercept::ParameterSet all_parameters() const;
   void finish_reduction();
   void wait_for_copies() const;
   void refresh();
@@ -85,13 +93,16 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   at::Tensor start_bring(const intercept::Unit& unit, at::Tensor reuse) override;
   void finish_bring(const intercept::Unit& unit, const at::Tensor& contents) override;
   void write_back(const intercept::Unit& unit, const intercept::UnitParameter& parameter,
-                  const at::Tensor& contents) override;
+                  const intercept::Written& written, const at::Tensor& contents) override;
   void leaving(const intercept::Unit& unit, const at::Tensor& contents) override;
   at::Tensor bring_full(const intercept::Unit& unit) override;
   void write_back_full(const intercept::Unit& unit, const at::Tensor& full) override;
   void reduce(const intercept::Unit& unit, intercept::UnitGradients given) override;
   void finish(bool reduced) override;
   void abandon() override;
+  void failed() noexcept override;
+  bool has_gradient(const intercept::Unit& unit, std::size_t parameter) const override;
+  void cleared(const intercept::Unit& unit, std::size_t parameter) override;
 };
 
 }  // namespace accelerate::parallel

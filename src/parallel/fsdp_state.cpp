@@ -49,6 +49,7 @@ std::vector<ParameterShard> Fsdp::shards() const {
 
 std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const {
   impl_->require_sharded();
+  impl_->begin_pass();
   impl_->engine->take_assigned();
   const Quiet quiet;
   const auto placed = [&](const at::Tensor& tensor) {
@@ -86,6 +87,7 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
 void Fsdp::load_state_dict(const std::vector<NamedTensor>& state, const StateDictOptions& options,
                            bool strict) {
   impl_->require_sharded();
+  impl_->begin_pass();
   impl_->engine->take_assigned();
   impl_->wait_for_copies();
   const Quiet quiet;
@@ -125,11 +127,13 @@ struct FullScope {
 
 std::shared_ptr<void> Fsdp::summon_full_params(bool write_back) {
   impl_->require_sharded();
+  impl_->begin_pass();
   impl_->refresh_if_stepped();
   return std::shared_ptr<FullScope>(new FullScope{impl_->engine->full_parameters(write_back)});
 }
 
 void Fsdp::restore() {
+  if (impl_->gradients != nullptr) impl_->begin_pass();
   if (impl_->gradients) impl_->gradients->settle();
   impl_->gradients.reset();
   impl_->engine->restore();

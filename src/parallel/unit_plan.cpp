@@ -7,6 +7,7 @@
 #include <set>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace accelerate::parallel {
 namespace {
@@ -25,6 +26,13 @@ std::int64_t elements_of(const ModuleNode& node) {
   }
   for (const ModuleNode& child : node.children) total += elements_of(child);
   return total;
+}
+
+bool is_norm_with_statistics(const ModuleNode& node) {
+  return std::any_of(node.buffers.begin(), node.buffers.end(), [&](const NamedTensor& buffer) {
+    return buffer.tensor.defined() &&
+           (buffer.name == "running_mean" || buffer.name.ends_with(".running_mean"));
+  });
 }
 
 bool is_type(const ModuleNode& node, const std::string& wanted) {
@@ -51,11 +59,16 @@ class Planner {
   }
 
   std::vector<intercept::UnitPlan> plans(const ModuleRecord& module) const {
+    const MixedPrecisionPolicy& policy = options_.mixed_precision();
+    const bool mixed = policy.param_dtype || policy.reduce_dtype;
     std::unordered_map<const void*, int> unit_of;
+    std::unordered_set<const void*> of_norms;
     const auto walk = [&](const auto& self, const ModuleNode& node, int unit) -> void {
       if (const auto found = chosen_.find(&node); found != chosen_.end()) unit = found->second;
+      const bool norm = mixed && is_norm_with_statistics(node);
       for (const NamedTensor& parameter : node.parameters) {
         if (!parameter.tensor.defined()) continue;
+        if (norm) of_norms.insert(parameter.tensor.unsafeGetTensorImpl());
         const auto [at, fresh] = unit_of.try_emplace(parameter.tensor.unsafeGetTensorImpl(), unit);
         if (!fresh && at->second != unit && at->second != kIgnored)
           at->second = unit == kIgnored ? kIgnored : kRoot;
@@ -64,14 +77,15 @@ class Planner {
     };
     walk(walk, module.root(), kRoot);
 
-    using Kind = std::tuple<int, at::ScalarType, c10::DeviceType, c10::DeviceIndex, bool>;
+    using Kind = std::tuple<int, at::ScalarType, c10::DeviceType, c10::DeviceIndex, bool, bool>;
     std::map<Kind, std::vector<NamedTensor>> by_kind;
     for (const NamedTensor& parameter : module.parameters()) {
       const int unit = unit_of.at(parameter.tensor.unsafeGetTensorImpl());
       if (unit == kIgnored || parameter.tensor.numel() == 0) continue;
       const at::Device device = parameter.tensor.device();
       by_kind[{unit, parameter.tensor.scalar_type(), device.type(), device.index(),
-               !parameter.tensor.requires_grad()}]
+               !parameter.tensor.requires_grad(),
+               of_norms.contains(parameter.tensor.unsafeGetTensorImpl())}]
           .push_back(parameter);
     }
     std::vector<intercept::UnitPlan> plans;
@@ -80,12 +94,13 @@ class Planner {
       const int unit = std::get<0>(kind);
       std::string name = unit == kRoot ? "(root)" : names_[static_cast<std::size_t>(unit)];
       if (taken.contains(name)) {
-        name = text::concat(name, std::get<4>(kind) ? ", frozen" : "", ", ", std::get<1>(kind));
+        name = text::concat(name, std::get<5>(kind) ? ", norms" : "",
+                            std::get<4>(kind) ? ", frozen" : "", ", ", std::get<1>(kind));
       }
       taken.insert(name);
-      plans.push_back(
-          {std::move(name), std::move(parameters),
-           unit == kRoot ? intercept::Stay::through_pass : intercept::Stay::while_used});
+      plans.push_back({std::move(name), std::move(parameters),
+                       unit == kRoot ? intercept::Stay::through_pass : intercept::Stay::while_used,
+                       /*own_dtype=*/std::get<5>(kind)});
     }
     return plans;
   }
@@ -192,6 +207,19 @@ class Planner {
 };
 
 }  // namespace
+
+std::unordered_set<const void*> norm_statistics(const ModuleRecord& module) {
+  std::unordered_set<const void*> found;
+  const auto walk = [&](const auto& self, const ModuleNode& node) -> void {
+    if (is_norm_with_statistics(node)) {
+      for (const NamedTensor& buffer : node.buffers)
+        found.insert(buffer.tensor.unsafeGetTensorImpl());
+    }
+    for (const ModuleNode& child : node.children) self(self, child);
+  };
+  walk(walk, module.root());
+  return found;
+}
 
 std::vector<intercept::UnitPlan> plan_units(const ModuleRecord& module,
                                             const FsdpOptions& options) {

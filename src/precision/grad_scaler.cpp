@@ -269,28 +269,36 @@ Json GradScaler::state_dict() {
   return state;
 }
 
-void GradScaler::load_state_dict(const Json& state) {
-  if (!enabled()) return;
-  GradScalerOptions loaded = options_;
-  std::int64_t tracker = 0, hysteresis = 1;
+GradScaler::Loaded GradScaler::read_state(const Json& state) const {
+  Loaded loaded{options_};
   try {
-    loaded.init_scale(state.at("scale").get<double>())
+    loaded.options.init_scale(state.at("scale").get<double>())
         .growth_factor(state.at("growth_factor").get<double>())
         .backoff_factor(state.at("backoff_factor").get<double>())
         .growth_interval(state.at("growth_interval").get<std::int64_t>());
-    tracker = state.at("_growth_tracker").get<std::int64_t>();
-    hysteresis = state.value("_hysteresis_left", options_.hysteresis());
-    check(loaded);
+    loaded.tracker = state.at("_growth_tracker").get<std::int64_t>();
+    loaded.hysteresis = state.value("_hysteresis_left", options_.hysteresis());
+    check(loaded.options);
   } catch (const std::exception&) {
     std::throw_with_nested(
         CheckpointError("This is not the state of a gradient scaler. If it is empty, it was saved "
                         "with the scaler off, that is without fp16.",
                         ""));
   }
-  options_ = loaded;
-  start_scale_ = loaded.init_scale();
-  start_tracker_ = tracker;
-  start_hysteresis_ = hysteresis;
+  return loaded;
+}
+
+void GradScaler::check_state_dict(const Json& state) const {
+  if (enabled()) static_cast<void>(read_state(state));
+}
+
+void GradScaler::load_state_dict(const Json& state) {
+  if (!enabled()) return;
+  const Loaded loaded = read_state(state);
+  options_ = loaded.options;
+  start_scale_ = loaded.options.init_scale();
+  start_tracker_ = loaded.tracker;
+  start_hysteresis_ = loaded.hysteresis;
   update_pending_ = false;
   optimizers_.clear();
   if (scale_.defined()) start(scale_.device());

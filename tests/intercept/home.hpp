@@ -39,7 +39,7 @@ class Home : public accelerate::intercept::Residency {
     contents.copy_(flats[unit.index()]);
   }
   void write_back(const Unit& unit, const UnitParameter& parameter,
-                  const at::Tensor& contents) override {
+                  const accelerate::intercept::Written&, const at::Tensor& contents) override {
     Unit::over(flats[unit.index()], parameter).copy_(Unit::over(contents, parameter));
   }
   at::Tensor bring_full(const Unit& unit) override { return flats[unit.index()].clone(); }

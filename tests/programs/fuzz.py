@@ -79,6 +79,9 @@ def run_all(arguments, seeds):
     while left:
         some, _ = run(arguments, left[:BATCH])
         results.update(some)
+        for seed, (verdict, text) in some.items():
+            if verdict != "ok":  # so that it is known though the run be cut off
+                print(f"{verdict} {seed} {text[:200]}", file=sys.stderr, flush=True)
         left = [seed for seed in left if seed not in results]
     return results
 

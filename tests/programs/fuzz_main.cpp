@@ -21,11 +21,14 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <thread>
 
 namespace {
 std::optional<accelerate::Accelerator> the_accelerator;
@@ -50,7 +53,7 @@ Tensor loss_of(const Tensor& output) { return output.sub(0.3).square().mean(); }
 /// How the loop goes, as far as it is the same in every step.
 struct Loop {
   int steps, accumulation, zero;
-  bool by_hand, counts, breaks_forward, breaks_backward, frozen, sometimes_detached, skips;
+  bool by_hand, counts, breaks_forward, breaks_backward, frozen, sometimes_detached, skips, methods;
   explicit Loop(const Draws& d) {
     steps = 3 + d.pick("steps", 3);
     accumulation = d.chance("accumulates", 20) ? 2 + d.pick("window", 2) : 1;
@@ -62,10 +65,11 @@ struct Loop {
     frozen = d.chance("freezes", 20);
     sometimes_detached = d.chance("detaches", 10);
     skips = d.chance("skips", 10);
+    methods = d.chance("methods", 6);
   }
   /// Some parameter may get no gradient in some step.
   bool leaves_unused(const NetImpl& net) const {
-    return frozen || sometimes_detached || skips || net.has(BlockImpl::branch) ||
+    return frozen || sometimes_detached || skips || methods || net.has(BlockImpl::branch) ||
            net.has(BlockImpl::caught) || net.has(BlockImpl::detached) ||
            net.has(BlockImpl::looked_up) || net.has(BlockImpl::again);
   }
@@ -80,7 +84,7 @@ AcceleratorOptions options_of(const Draws& d, int ranks) {
   torch::manual_seed(1);
   const Net probe(d, "net");
   const bool two = d.chance("two_modules", 12);
-  bool unused = loop.leaves_unused(*probe);
+  bool unused = loop.leaves_unused(*probe) || d.chance("ranks=differ", 3);
   if (two) unused = unused || loop.leaves_unused(*Net(d, "second"));
   ddp.find_unused_parameters(unused || d.chance("finds_unused", 15));
   ddp.gradient_as_bucket_view(d.chance("bucket_views", 25));
@@ -142,6 +146,7 @@ struct Program {
   const std::filesystem::path folder;
   bool saved = false;
   bool has_complex = false;
+  bool scheduled = false;
 
   void run() {
     const Loop loop(d);
@@ -154,8 +159,13 @@ struct Program {
     std::vector<std::vector<Tensor>> shares(d.chance("two_optimizers", 25) ? 2 : 1);
     const auto share = [&](const Net& module) {
       for (std::size_t i = 0; i < module->blocks().size(); ++i) {
-        for (const auto& p : module->blocks()[i]->parameters())
-          shares[i % shares.size()].push_back(p);
+        for (const auto& p : module->blocks()[i]->parameters()) {
+          const auto same = [&](const Tensor& one) { return one.is_same(p); };
+          if (std::none_of(shares.begin(), shares.end(), [&](const auto& some) {
+                return std::any_of(some.begin(), some.end(), same);
+              }))
+            shares[i % shares.size()].push_back(p);
+        }
       }
       for (const auto& p : module->head->parameters()) shares.back().push_back(p);
     };
@@ -163,6 +173,11 @@ struct Program {
     if (second) share(*second);
     // What writes to its weight in forward cannot be called twice before a backward.
     const bool once = net->has(BlockImpl::normed);
+    const auto has = [&](BlockImpl::Kind kind) { return net->has(kind); };
+    const bool threads = accelerator.num_processes() == 1 && !once && !has(BlockImpl::batch_norm) &&
+                         !has(BlockImpl::running) && !has(BlockImpl::dropout) &&
+                         d.chance("threads", 40);
+    const bool differ = d.chance("ranks=differ", 3);
     has_complex = net->has(BlockImpl::complex);
     std::vector<std::shared_ptr<torch::optim::Optimizer>> optimizers;
     for (std::size_t i = 0; i < shares.size(); ++i) {
@@ -182,11 +197,17 @@ struct Program {
       if (net->has(BlockImpl::complex) || (second && (*second)->has(BlockImpl::complex))) kind = 1;
       optimizers.push_back(optimizer_of(kind, groups));
     }
+    if (d.chance("hooks", 8))
+      net->head->weight.register_hook([](const Tensor& g) { return g * 2; });
     auto model = accelerator.prepare(net);
     auto other = second ? std::optional(accelerator.prepare(*second)) : std::nullopt;
     using Optimizer = decltype(accelerator.prepare(optimizers[0]));
     std::vector<Optimizer> steppers;
     for (auto& optimizer : optimizers) steppers.push_back(accelerator.prepare(optimizer));
+    scheduled = d.chance("scheduler", 12);
+    std::optional<torch::optim::StepLR> schedule;
+    if (scheduled) schedule.emplace(*optimizers[0], 2, 0.5);
+    auto scheduler = scheduled ? std::optional(accelerator.prepare(*schedule)) : std::nullopt;
 
     const auto zero = [&](const std::string& where) {
       for (auto& optimizer : steppers) optimizer.zero_grad(!d.chance(where + ".to_zero", 15));
@@ -202,6 +223,9 @@ struct Program {
       if (eval) model.train();
     };
 
+    const auto advance = [&] {
+      if (scheduler) scheduler->step();
+    };
     for (int step = 0; step < loop.steps; ++step) {
       const std::string at = concat("step", step);
       if (!d.chance(at, 100)) continue;
@@ -225,14 +249,32 @@ struct Program {
         Tensor y;
         if (turn.throws) {
           // The batch is tried, fails, and is tried again.
+          const bool mine =
+              once || !d.chance("ranks=one_throws", 10) || accelerator.process_index() == 0;
           try {
-            y = model(x, turn);
+            if (mine) y = model(x, turn);
           } catch (const Thrown&) {
-            turn.throws = false;
+            // Once more.
           }
+          turn.throws = false;
           torch::manual_seed(step);
         }
-        y = model(x, turn);
+        if (differ) turn.skips = accelerator.process_index() - 1;
+        const bool whole = !loop.methods || !d.chance(here + ".method", 30);
+        const auto forward = [&](const Tensor& input) {
+          if (whole) return model(input, turn);
+          return model.template call<&NetImpl::features>(input, turn);
+        };
+        if (threads && d.chance(here + ".threads", 50)) {
+          // Two threads at once, as in a server that learns; what they throw is not of the draws.
+          Tensor left, right;
+          std::thread thread([&] { left = forward(x); });
+          right = forward(-x);
+          thread.join();
+          y = left + right;
+        } else {
+          y = forward(x);
+        }
         if (other) y = (*other)(y.tanh());
         if (!once && d.chance(here + ".pair", 12)) y = y + model(-x, turn);
         if (loop.zero == 2 && loop.accumulation == 1 && micro == 0) zero(at);
@@ -260,13 +302,13 @@ struct Program {
           accelerator.backward(loss * 4, 4 + accelerator.process_index());
         else
           accelerator.backward(loss);
-        if (loop.accumulation > 1) finish(at, model, steppers, zero, loop, step);
+        if (loop.accumulation > 1) finish(at, model, steppers, zero, loop, advance);
       }
       if (broken || loop.accumulation > 1) continue;
       if (d.chance(at + ".second_backward", 8) && !loop.counts)
         accelerator.backward(
             loss_of(model(batch_of(accelerator.process_index(), step, {4, kWidth}, 9))));
-      finish(at, model, steppers, zero, loop, step);
+      finish(at, model, steppers, zero, loop, advance);
     }
     accelerator.check();
   }
@@ -285,7 +327,7 @@ struct Program {
                                         d.pick("frozen", static_cast<int>(net->blocks().size())))]
                           ->parameters()[0]
                           .requires_grad());
-    if (d.chance(at + ".rate", 12))
+    if (!scheduled && d.chance(at + ".rate", 12))
       steppers[0].set_learning_rates(
           std::vector<double>(steppers[0].learning_rates().size(), 0.004));
     if (d.chance(at + ".writes", 12)) {
@@ -307,7 +349,7 @@ struct Program {
     }
     if (d.chance(at + ".looks", 8))
       accelerator.note("a look at a weight", net->head->weight.detach().sum());
-    if (!net->has(BlockImpl::complex) && d.chance(at + ".saves", 8)) {
+    if (!scheduled && !net->has(BlockImpl::complex) && d.chance(at + ".saves", 8)) {
       accelerator.save_state(folder);
       saved = true;
     } else if (saved && d.chance(at + ".loads", 40)) {
@@ -317,7 +359,7 @@ struct Program {
 
   template <class Model, class Steppers, class Zero>
   void finish(const std::string& at, Model& model, Steppers& steppers, const Zero& zero,
-              const Loop& loop, int step) {
+              const Loop& loop, const std::function<void()>& schedule) {
     if (accelerator.sync_gradients()) {
       if (d.chance(at + ".clips", 25))
         accelerator.note("norm", accelerator.clip_grad_norm_(
@@ -330,6 +372,7 @@ struct Program {
       steppers[i].step();
       if (loop.zero == 3) steppers[i].zero_grad();
     }
+    schedule();
     if (loop.zero == 0 || loop.accumulation > 1) zero(at);
   }
 };

@@ -87,11 +87,12 @@ struct BlockImpl : nn::Module {
       "threaded",   "recomputed", "dropout",  "recurrent",  "convolution", "normed",
       "looked_up",  "unbound",    "detached", "sequential"};
 
-  explicit BlockImpl(Kind kind) : kind(kind) {
+  /// `shared`: the layer of another block, which is this one's too; or none.
+  explicit BlockImpl(Kind kind, nn::Linear shared = nullptr) : kind(kind) {
     const auto layer = [&](const char* name) {
       return register_module(name, nn::Linear(kWidth, kWidth));
     };
-    a = layer("a");
+    a = shared.is_empty() ? layer("a") : register_module("a", shared);
     switch (kind) {
       case residual:
         scale = register_parameter("scale", torch::full({}, 0.7));
@@ -270,7 +271,10 @@ struct NetImpl : nn::Module {
       const std::string layer = name + ".layer" + std::to_string(i);
       auto kind = static_cast<BlockImpl::Kind>(draws.pick(layer, BlockImpl::kinds));
       if (!draws.chance(layer + "=" + BlockImpl::kNames[kind], 100)) kind = BlockImpl::linear;
-      Block block(kind);
+      nn::Linear shared{nullptr};
+      if (i > 0 && draws.chance(layer + ".ties", 8))
+        shared = blocks_[static_cast<std::size_t>(draws.pick(layer + ".tie", i))]->a;
+      Block block(kind, shared);
       if (i > 0)
         block->set_other(blocks_[static_cast<std::size_t>(draws.pick(layer + ".other", i))].ptr());
       blocks_.push_back(block);
@@ -286,12 +290,16 @@ struct NetImpl : nn::Module {
         entry.value().set_data(entry.value().to(torch::kDouble));
     }
   }
-  Tensor forward(const Tensor& input, const Turn& turn = Turn()) {
+  Tensor features(const Tensor& input, const Turn& turn) {
     Tensor x = input;
     for (std::size_t i = 0; i < blocks_.size(); ++i) {
       if (turn.skips == static_cast<int>(i)) continue;
       x = blocks_[i](x);
     }
+    return x;
+  }
+  Tensor forward(const Tensor& input, const Turn& turn = Turn()) {
+    Tensor x = features(input, turn);
     if (turn.detaches) x = x.detach();
     if (turn.throws) throw Thrown("forward was told to throw");
     return head(x);

@@ -6,25 +6,34 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <sstream>
 
 namespace programs {
 
+namespace {
+
+// Each once, under the first of its names.
+void add(std::vector<std::pair<std::string, at::Tensor>>& all, const std::string& name,
+         const at::Tensor& tensor) {
+  const auto same = [&](const auto& one) { return one.second.is_same(tensor); };
+  if (std::none_of(all.begin(), all.end(), same)) all.emplace_back(name, tensor);
+}
+
+}  // namespace
+
 PlainTensors tensors_of(const torch::nn::Module& module) {
   PlainTensors all;
   for (const auto& entry : module.named_parameters())
-    all.parameters.emplace_back(entry.key(), entry.value());
-  for (const auto& entry : module.named_buffers())
-    all.buffers.emplace_back(entry.key(), entry.value());
+    add(all.parameters, entry.key(), entry.value());
+  for (const auto& entry : module.named_buffers()) add(all.buffers, entry.key(), entry.value());
   return all;
 }
 
 PlainTensors tensors_of(const torch::jit::Module& module) {
   PlainTensors all;
-  for (const auto& entry : module.named_parameters())
-    all.parameters.emplace_back(entry.name, entry.value);
-  for (const auto& entry : module.named_buffers())
-    all.buffers.emplace_back(entry.name, entry.value);
+  for (const auto& entry : module.named_parameters()) add(all.parameters, entry.name, entry.value);
+  for (const auto& entry : module.named_buffers()) add(all.buffers, entry.name, entry.value);
   return all;
 }
 

@@ -5,6 +5,7 @@
 #include <clocale>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <locale>
 #include <string>
 
@@ -30,29 +31,31 @@ class GermanStreams {
   std::locale before_;
 };
 
-/// While it lives, C's locale, which printf and strtod follow, is `name` ("de_DE", "tr_TR"), made
-/// in a folder of its own where the system has the sources of locales and the program localedef.
-class CLocale {
+/// While it lives, printf and strtod read and write numbers as in German, by a locale of numbers
+/// alone, made in a folder of its own where the system has the program localedef.
+class GermanC {
  public:
-  explicit CLocale(const std::string& name) {
+  GermanC() {
     std::string folder = (std::filesystem::temp_directory_path() / "accelerate_locale_XXXXXX");
     if (mkdtemp(folder.data()) == nullptr) return;
     folder_ = folder;
-    const std::string target = name + ".UTF-8";
-    const std::string command =
-        "localedef -i " + name + " -f UTF-8 " + (folder_ / target).string() + " >/dev/null 2>&1";
-    if (std::system(command.c_str()) != 0) return;
+    std::ofstream(folder_ / "source") << "LC_NUMERIC\ndecimal_point \",\"\nthousands_sep \".\"\n"
+                                         "grouping 3;3\nEND LC_NUMERIC\n";
+    // That it warns of the categories that are not there is no error.
+    const std::string command = "localedef -c -i " + (folder_ / "source").string() + " -f UTF-8 " +
+                                (folder_ / "german.UTF-8").string() + " >/dev/null 2>&1";
+    [[maybe_unused]] const int warned = std::system(command.c_str());
     setenv("LOCPATH", folder_.c_str(), 1);
-    found_ = std::setlocale(LC_ALL, target.c_str()) != nullptr;
+    found_ = std::setlocale(LC_NUMERIC, "german.UTF-8") != nullptr;
   }
-  ~CLocale() {
-    std::setlocale(LC_ALL, "C");
+  ~GermanC() {
+    std::setlocale(LC_NUMERIC, "C");
     unsetenv("LOCPATH");
     std::error_code ignored;
     if (!folder_.empty()) std::filesystem::remove_all(folder_, ignored);
   }
-  CLocale(const CLocale&) = delete;
-  CLocale& operator=(const CLocale&) = delete;
+  GermanC(const GermanC&) = delete;
+  GermanC& operator=(const GermanC&) = delete;
 
   bool found() const { return found_; }
 

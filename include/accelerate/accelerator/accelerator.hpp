@@ -206,6 +206,10 @@ class Accelerator {
                                    const LoadStateOptions& options = {}) {
     return checkpointing_->load(folder, options, prepared());
   }
+  /// Collective. The complete checkpoint of automatic naming with the best metric (see
+  /// SaveStateOptions and ProjectConfiguration::lower_is_better), the newest of equals; nothing
+  /// when none has one. Throws ConfigError when the project has no folder.
+  std::optional<std::filesystem::path> best_checkpoint() const { return checkpointing_->best(); }
   /// Waits for an asynchronous `save_state`, and throws if it failed; so do the next `save_state`
   /// and `load_state`.
   void wait_for_checkpoint() { checkpointing_->wait(); }

@@ -39,7 +39,8 @@ class SaveStateOptions {
 
 /// How one checkpoint is loaded.
 class LoadStateOptions {
-  /// The modules must have the same parameters and buffers. Off: those that both have are loaded.
+  /// The program must have prepared and registered what the checkpoint has, and the modules the
+  /// same parameters and buffers. Off: what both have is loaded, and a warning names the rest.
   /// Default: true.
   TORCH_ARG(bool, strict) = true;
 };
@@ -96,6 +97,7 @@ template <Checkpointable T>
 Stateful stateful(std::shared_ptr<T> object) {
   Stateful state;
   state.identity = object.get();
+  state.type = c10::demangle(typeid(T).name());
   if constexpr (requires(const std::vector<NamedTensor>& tensors) {
                   { object->state_dict() } -> std::convertible_to<std::vector<NamedTensor>>;
                   object->load_state_dict(tensors);
@@ -159,6 +161,7 @@ class Checkpointing {
                              const Prepared& prepared);
   std::filesystem::path load(const std::filesystem::path& folder, const LoadStateOptions& options,
                              const Prepared& prepared);
+  std::optional<std::filesystem::path> best() const;
   void wait();
   SaveProgress progress() const;
   const ProjectConfiguration& project() const noexcept { return project_; }
@@ -183,13 +186,13 @@ class Checkpointing {
   void tidy(const comm::Group& group, const std::filesystem::path& newest);
   void load_of_python(const std::filesystem::path& folder, const LoadStateOptions& options,
                       const Prepared& prepared);
-  // Of this process; of the first, without states, where this one was not there.
-  struct SavedRandom {
-    std::uint64_t seed = 0;
-    Json states;
-  };
-  SavedRandom read_random(const checkpoints::Load& load) const;
-  void load_random(const SavedRandom& saved) const;
+  // What a checkpoint has for this program, read and checked.
+  struct Incoming;
+  struct IncomingRandom;
+  Incoming read(checkpoints::Load& load, const LoadStateOptions& options, const Prepared& prepared);
+  IncomingRandom read_random(const checkpoints::Load& load) const;
+  void read_parts(checkpoints::Load& load, bool strict, Incoming& incoming) const;
+  void set_random(const IncomingRandom& random) const;
 
   ProjectConfiguration project_;
   Savers savers_;

@@ -10,7 +10,8 @@ namespace accelerate {
 /// system is kept nested (`std::rethrow_if_nested`).
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  /// Control characters in the message, which names in files may have, are written as "\x1b".
+  explicit Error(const std::string& message);
 };
 
 /// An argument, an environment variable or a configuration file says something unusable.

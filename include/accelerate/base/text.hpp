@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <locale>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -8,13 +9,16 @@
 #include <vector>
 
 /// Small text helpers. `<format>` does not exist in g++ 12, and two versions of fmt would meet
-/// where LibTorch's headers are included, so messages are put together with `concat`.
+/// where LibTorch's headers are included, so messages are put together with `concat`. Neither C++'s
+/// nor C's global locale has an effect on what these read and write: files and messages are the
+/// same everywhere.
 namespace accelerate::text {
 
 /// Everything streamed one after another.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream out;
+  out.imbue(std::locale::classic());
   (out << ... << parts);
   return std::move(out).str();
 }
@@ -23,6 +27,7 @@ std::string concat(const Parts&... parts) {
 template <class Range>
 std::string join(const Range& items, std::string_view separator = ", ", std::size_t most = 20) {
   std::ostringstream out;
+  out.imbue(std::locale::classic());
   std::size_t count = 0;
   std::size_t left_out = 0;
   for (const auto& item : items) {
@@ -43,6 +48,7 @@ std::optional<double> to_double(std::string_view text);
 /// 1/true/yes/on/y/t and 0/false/no/off/n/f in any case, or nothing.
 std::optional<bool> to_bool(std::string_view text);
 
+/// Of ASCII's letters.
 std::string to_lower(std::string_view text);
 std::string_view trim(std::string_view text);
 std::vector<std::string> split(std::string_view text, char separator);

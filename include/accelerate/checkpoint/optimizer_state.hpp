@@ -38,6 +38,11 @@ OptimizerState optimizer_state(torch::optim::Optimizer& optimizer,
                                const std::vector<NamedModule>& modules, const comm::Group& group,
                                std::string name);
 
+/// What keeps the state that `description` tells of from going into this optimizer: another type,
+/// other parameter groups or other parameters, as the end of a sentence. Empty when nothing does.
+std::string optimizer_difference(torch::optim::Optimizer& optimizer,
+                                 const std::vector<NamedModule>& modules, const Json& description);
+
 /// A state on its way into an optimizer.
 class IncomingOptimizerState {
  public:
@@ -54,8 +59,12 @@ class IncomingOptimizerState {
                          const std::string& path);
   ~IncomingOptimizerState();
   IncomingOptimizerState(IncomingOptimizerState&&) noexcept;
-  /// Once it was read: gives it to the optimizer in place of what it had.
+  /// Gives it to the optimizer in place of what it had; what `load` has not read yet it reads where
+  /// it is now. Throws CheckpointError when the optimizer does not take it, and changes nothing
+  /// then.
   void apply();
+  /// Gives the optimizer back what it had before `apply`.
+  void undo() noexcept;
 
  private:
   struct Impl;

@@ -21,7 +21,8 @@
 
 namespace accelerate::io {
 class CheckedWriter;
-}
+class FileLock;
+}  // namespace accelerate::io
 
 /// Checkpoints that every process writes its own part of, and that any number of processes read the
 /// parts they need of.
@@ -72,6 +73,10 @@ TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data
 /// the buffers.
 TensorGroup module_group(const parallel::Strategy& strategy, std::string name);
 
+/// Held by who saves the checkpoint `folder`, so that no other run takes its partial folder for one
+/// that was left. Throws CheckpointError, naming the other, when another does.
+std::shared_ptr<io::FileLock> lock_of(const std::filesystem::path& folder);
+
 /// One checkpoint being saved. Construct it, `add` what it has, `plan`, perhaps `take_snapshot`,
 /// then `write`.
 class Save {
@@ -89,7 +94,7 @@ class Save {
   void set_about(Json about);
 
   /// Collective. Decides who writes what, and makes the partial folder. Throws CheckpointError on
-  /// every process when one cannot.
+  /// every process when one cannot, or when another run is saving there, which it names.
   void plan();
   /// Where files can be put between `plan` and `write` that are to be part of the checkpoint.
   const std::filesystem::path& partial_folder() const noexcept { return partial_; }
@@ -127,6 +132,7 @@ class Save {
   std::map<std::string, std::string> texts_;
   Json about_ = Json::object();
   std::vector<OutFile> mine_;
+  std::shared_ptr<io::FileLock> lock_;
   std::uint64_t total_bytes_ = 0;
   std::atomic<std::uint64_t> written_bytes_{0};
 };
@@ -142,11 +148,12 @@ class Load {
   const io::Manifest& manifest() const noexcept { return manifest_; }
   const std::filesystem::path& folder() const noexcept { return folder_; }
   /// Notes that the elements of `part.data` are to be read from the tensor of `part.name`. Throws
-  /// CheckpointError when there is no such tensor or its shape is another.
+  /// CheckpointError when there is no such tensor, its shape is another, or its numbers are of
+  /// another kind (integers where real numbers belong, say).
   void want(std::string_view group, TensorPart part);
   /// Throws CheckpointError with all differences in its message when a wanted group has other
-  /// shapes, and with `strict` when it has other names, than `group`. Otherwise wants what both
-  /// have.
+  /// shapes or kinds of numbers, and with `strict` when it has other names, than `group`. Otherwise
+  /// wants what both have.
   void want_all(const TensorGroup& group, bool strict);
 
   /// Collective. Every file is as it was written, each byte checked by a process that needs it:
@@ -156,6 +163,8 @@ class Load {
   /// A small file, verified. Throws CheckpointError when it is not there or damaged.
   std::string text(const std::string& name) const;
   bool has_file(const std::string& name) const;
+  /// Fills what was wanted `fresh` and is not there yet; `read` then leaves it.
+  void read_fresh();
   /// Fills everything that was wanted. Tensors of another dtype are converted.
   void read();
 
@@ -175,6 +184,7 @@ class Load {
   template <class Visitor>
   void for_each_block(const Wanted& wanted, Visitor&& visit) const;
   void convert(const Wanted& wanted) const;
+  void fill(const std::vector<const Wanted*>& chosen);
   // Throws CheckpointError when another checkpoint has taken this one's name since.
   void require_same() const;
 
@@ -187,6 +197,7 @@ class Load {
   std::vector<Wanted> wanted_;
   std::vector<std::size_t> first_block_;  // of each file, counted through all
   std::vector<bool> taken_;               // blocks whose bytes are where fresh tensors want them
+  bool fresh_is_read_ = false;
 };
 
 }  // namespace accelerate::checkpoints

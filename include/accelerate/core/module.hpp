@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch::nn {
@@ -44,13 +45,19 @@ class ModuleRecord {
   explicit ModuleRecord(std::shared_ptr<torch::nn::Module> module);
   explicit ModuleRecord(torch::jit::Module module);
 
-  const ModuleNode& root() const noexcept { return root_; }
+  const ModuleNode& root() const& noexcept { return root_; }
   /// Each parameter once, under the first of its names, in registration order.
-  const std::vector<NamedTensor>& parameters() const noexcept { return parameters_; }
+  const std::vector<NamedTensor>& parameters() const& noexcept { return parameters_; }
   /// Each buffer once, likewise.
-  const std::vector<NamedTensor>& buffers() const noexcept { return buffers_; }
+  const std::vector<NamedTensor>& buffers() const& noexcept { return buffers_; }
   /// Names of one and the same parameter or buffer, for each that has more than one.
-  const std::vector<std::vector<std::string>>& tied() const noexcept { return tied_; }
+  const std::vector<std::vector<std::string>>& tied() const& noexcept { return tied_; }
+  /// Of a record that is about to go, the lists themselves:
+  /// `for (const auto& entry : ModuleRecord(net.ptr()).parameters())`.
+  ModuleNode root() && { return std::move(root_); }
+  std::vector<NamedTensor> parameters() && { return std::move(parameters_); }
+  std::vector<NamedTensor> buffers() && { return std::move(buffers_); }
+  std::vector<std::vector<std::string>> tied() && { return std::move(tied_); }
   bool is_torchscript() const noexcept { return is_torchscript_; }
   bool is_training() const { return is_training_(); }
   void train(bool on) const { train_(on); }

@@ -35,8 +35,11 @@ class RngState {
   /// The state as it is now.
   static RngState capture();
   /// Sets the generators back. Throws StateError when it holds a device that this process does not
-  /// have; then nothing has been changed.
+  /// have, and DataError when a state is not that of such a generator; then nothing has been
+  /// changed.
   void restore() const;
+  /// Throws what `restore` would throw, and changes nothing.
+  void check() const;
 
   /// Device to the bytes of its generator's state, as `Generator::get_state` gives them.
   const std::map<std::string, std::string>& states() const noexcept { return states_; }

@@ -24,8 +24,10 @@ namespace accelerate::data {
 ///
 /// One pass at a time. Leaving the loop early (break, return, an exception) ends the pass: workers
 /// are waited for, what they read ahead is dropped, and the next loop starts the same epoch anew.
-/// Without workers nothing is read ahead on the CPU, so datasets that draw random numbers draw them
-/// in step with the training.
+/// What a dataset, its transforms or the collation draw with LibTorch's functions on the CPU,
+/// without a generator of their own, is decided by the seed of the pass and the sample's place in
+/// it: it is the same with any number of workers, and after a resume. The default generator is left
+/// alone.
 template <class Batch>
 class PreparedLoader {
  public:

@@ -118,7 +118,10 @@ class LoaderCore {
   /// Sets the epoch of the next pass.
   void set_epoch(std::int64_t epoch);
   /// Leaves out the first `batches` of the next pass, without reading them where the dataset has
-  /// random access. Only that pass is shortened.
+  /// random access. Only that pass is shortened. They count from the start of the pass: one that
+  /// was resumed in its middle (`load_state`, `load_state_dict`) has left them out already and
+  /// stays where it was resumed; where that is another place than after `batches`, a warning says
+  /// so.
   void skip_first_batches(std::int64_t batches);
 
   /// Where this loader stands, in terms of samples of the whole dataset and so for any number of
@@ -126,9 +129,23 @@ class LoaderCore {
   /// the last batch of a pass it says "the start of the next epoch".
   Json state_dict() const;
   /// Has the next pass go on where `state` was taken: at an equal global batch with exactly the
-  /// batches that were to come, otherwise with exactly the samples not yet seen. Throws DataError
-  /// when the state is of another dataset or another kind of loader.
+  /// batches that were to come, otherwise with exactly the samples not yet seen. A dataset may have
+  /// grown since: the pass that was under way goes over the samples it began with, and a warning
+  /// says so. Throws DataError when the state is of another dataset or another kind of loader.
   void load_state_dict(const Json& state);
+  /// Throws what `load_state_dict` would throw, and changes nothing.
+  void check_state_dict(const Json& state) const { static_cast<void>(read_state(state)); }
+
+  /// What is decided when a pass begins.
+  struct Pass {
+    std::int64_t seed = 0;
+    std::int64_t epoch = 0;
+    /// The state of the stream that was loaded is that of this very pass.
+    bool resumed = false;
+    /// Samples of the dataset when the pass began, where it has grown since.
+    std::optional<std::int64_t> dataset_size;
+    ShardRule rule;
+  };
 
  protected:
   /// Units are samples, or batches where the dataset or sampler makes them.
@@ -141,14 +158,7 @@ class LoaderCore {
   virtual void load_stream(const std::string& /*bytes*/) {}
   virtual std::optional<std::int64_t> dataset_size() const = 0;
 
-  /// A pass: begin_pass, then show_step for each batch, then end_pass.
-  struct Pass {
-    std::int64_t seed = 0;
-    std::int64_t epoch = 0;
-    /// The state of the stream that was loaded is that of this very pass.
-    bool resumed = false;
-    ShardRule rule;
-  };
+  /// begin_pass, then show_step for each batch, then end_pass.
   Pass begin_pass();
   void show_step(const StepShare& share, std::int64_t remainder, std::int64_t position_after);
   void end_pass() noexcept;
@@ -172,6 +182,18 @@ class LoaderCore {
 
   void across_nodes();
 
+  // What a state says of the next pass.
+  struct NextPass {
+    std::int64_t seed = 0;
+    std::int64_t epoch = 0;
+    std::int64_t position = 0;
+    std::optional<std::int64_t> order_seed;
+    std::optional<std::int64_t> fewer_samples;  // than the dataset has now
+    std::string stream;
+    bool stream_in_pass = false;
+  };
+  NextPass read_state(const Json& state) const;
+
   bool dispatch_ = false;
   std::int64_t seed_ = 0;
   // The pass under way, or the one that was left early.
@@ -185,6 +207,7 @@ class LoaderCore {
   std::int64_t origin_ = 0;
   std::int64_t skip_ = 0;
   std::optional<std::int64_t> order_seed_;
+  std::optional<std::int64_t> order_size_;
   std::string loaded_stream_;
   bool loaded_in_pass_ = false;
 };

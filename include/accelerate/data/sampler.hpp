@@ -131,6 +131,8 @@ class IndexOrder {
   /// Starts the pass of `epoch`; `seed` decides what is random in it. With `resumed`, the state
   /// given to `load_state` is that of this very pass.
   virtual void begin(std::int64_t seed, std::int64_t epoch, bool resumed) = 0;
+  /// The next pass is over the first `size` indices only.
+  virtual void limit(std::int64_t /*size*/) {}
   /// Indices in the pass, where known before it ends.
   virtual std::optional<std::int64_t> size() const = 0;
   /// Looks ahead until position `end` - 1 is known to exist or the end is found. Returns the number

@@ -11,8 +11,9 @@
 
 namespace accelerate {
 
-/// A checkpoint of safetensors files (one, an index, or a folder with either) as a tree: its names
-/// are the modules. Reads no weights. Names that the metadata ties to another are one tensor.
+/// A checkpoint of safetensors files (one, an index, or a folder with either), or one of save_state,
+/// whole or sharded, as a tree: its names are the modules; those of the second model and later ones
+/// begin with "model_1/" and so on. Reads no weights. Names that are tied to another are one tensor.
 /// Throws CheckpointError when it is no such thing.
 ModelTree checkpoint_tree(const std::filesystem::path& path);
 

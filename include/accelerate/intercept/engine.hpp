@@ -26,6 +26,9 @@ struct UnitPlan {
   std::string name;
   std::vector<NamedTensor> parameters;
   Stay stay = Stay::while_used;
+  /// They are computed with, and their gradients reduced, in their own dtype whatever EngineOptions
+  /// say.
+  bool own_dtype = false;
 };
 
 struct EngineOptions {
@@ -33,6 +36,9 @@ struct EngineOptions {
   int parts = 1;
   /// The dtype in which floating-point parameters are brought; their own unless set.
   std::optional<at::ScalarType> compute_dtype = {};
+  /// The dtype in which gradients of floating-point parameters are collected and reduced; that in
+  /// which the parameters are brought unless set.
+  std::optional<at::ScalarType> reduce_dtype = {};
   /// Where the parameters are computed with; where they were unless set.
   std::optional<at::Device> compute_device = {};
   /// Units that are brought ahead of their use, once a pass has been recorded.
@@ -42,6 +48,9 @@ struct EngineOptions {
   /// The most bytes of units in memory or under way at one time; 0 for no limit. The unit in use is
   /// brought in any case.
   std::int64_t resident_limit = 0;
+  /// Whether a pass brings every unit as it begins, in order, whatever it will use. Units that do
+  /// not stay always are then to stay through the pass.
+  bool all_every_pass = false;
   /// Whether a unit above the limit is brought all the same, with nothing ahead of it. Otherwise it
   /// is refused.
   bool oversized_alone = false;
@@ -85,6 +94,10 @@ class Engine final : public TaggedStorage::Owner {
   void begin_pass(Pass kind);
   /// The pass is over: what need not stay is let go.
   void end_pass();
+  /// This pass is not what the next is to be expected to do: the trace stays as it was before.
+  void forget_pass();
+  /// Ends a pass in which units are on their way that may never come, and forgets it.
+  void abandon_pass();
   /// An open pass of this kind.
   bool in_pass(Pass kind) const;
 
@@ -125,7 +138,8 @@ class Engine final : public TaggedStorage::Owner {
   /// With `write_back`, values changed in the scope are kept.
   FullParameters full_parameters(bool write_back) { return {*this, write_back}; }
 
-  /// The units in the order in which this pass first demanded them; the rest follow by index.
+  /// The units in the order in which this pass first demanded them; the rest follow by index. All by
+  /// index when every pass brings all.
   std::vector<int> first_demands() const;
   std::uint64_t fingerprint() const;
   EngineStatistics statistics() const;
@@ -153,6 +167,7 @@ class Engine final : public TaggedStorage::Owner {
                          const Act& act) const;
   bool stays(const Entry& entry) const noexcept;
   void start(Entry& entry, bool ahead);
+  void start_all();
   void finish(Entry& entry);
   void bring_anew(Entry& entry);
   void take_assigned(Unit& unit);
@@ -173,6 +188,7 @@ class Engine final : public TaggedStorage::Owner {
   std::array<Trace, 2> traces_;
   Pass kind_ = Pass::inference;
   bool pass_open_ = false;
+  bool pass_forgotten_ = false;
   int current_ = -1;
   std::int64_t resident_bytes_ = 0;
   EngineStatistics statistics_;

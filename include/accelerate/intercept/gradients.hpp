@@ -4,7 +4,6 @@
 
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 namespace accelerate::intercept {
@@ -40,13 +39,20 @@ class GradientSink {
   virtual void abandon() {}
   /// A backward fails now; no other rank knows. Must not wait.
   virtual void failed() noexcept {}
+  /// Whether a parameter has a gradient that `reduce` brought.
+  virtual bool has_gradient(const Unit&, std::size_t /*parameter*/) const { return false; }
+  /// The program has cleared a parameter's gradient through the parameter, as
+  /// `module->zero_grad()` does.
+  virtual void cleared(const Unit&, std::size_t /*parameter*/) {}
 };
 
 /// Parameters of an engine's units: by unit, by parameter.
 using ParameterSet = std::vector<std::vector<bool>>;
 
-/// Collects the gradients of units during backward. Parameters' own `.grad` stay undefined: each is
-/// moved into its unit's buffer as soon as it is whole.
+/// Collects the gradients of units during backward: each is moved into its unit's buffer as soon as
+/// it is whole. What is left in the parameter's own `.grad` stands for it: whoever resets that has
+/// cleared the gradient, and an operator that uses it throws a StateError which names the right
+/// call.
 ///
 /// Backwards that overlap (one inside another, or on several threads), and those inside one
 /// `begin`, are a session: units are given to the sink once for all of them, and the session ends
@@ -54,8 +60,7 @@ using ParameterSet = std::vector<std::vector<bool>>;
 /// `partial` until they are cleared.
 class Gradients {
  public:
-  /// `dtype` is what gradients are collected and reduced in; the parameters' own unless set.
-  Gradients(Engine& engine, GradientSink& sink, std::optional<at::ScalarType> dtype);
+  Gradients(Engine& engine, GradientSink& sink);
   /// Takes its hooks out, and puts back those that were there.
   ~Gradients();
   Gradients(const Gradients&) = delete;
@@ -79,6 +84,16 @@ class Gradients {
   void clear(const ParameterSet& parameters);
   /// No parameter, to be filled in.
   ParameterSet none() const;
+  /// Gives the sink what is kept for one unit, or zeros; for the units in the order of a reduction,
+  /// outside of a backward.
+  void give_kept(const Unit& unit);
+  /// As `give_kept`, for every unit that is trained.
+  void give_all_kept();
+
+  /// A parameter has a gradient, or none any more: sees to what stands for it. Between passes.
+  void stand_for(const Unit& unit, std::size_t parameter, bool there);
+  /// Clears what the program has cleared through the parameters since.
+  void notice_cleared();
 
  private:
   struct Hook;
@@ -87,6 +102,9 @@ class Gradients {
     UnitGradients gradients;
     std::vector<bool> partial;
     bool given = false;  // in this session
+    std::vector<at::Tensor> stand_ins;
+    std::vector<bool> standing;      // the parameter's .grad was last seen to be its stand-in
+    std::vector<std::size_t> hooks;  // the places of those that run before accumulation
   };
   // A backward pass: one graph task of autograd.
   struct Task {
@@ -95,6 +113,8 @@ class Gradients {
     ParameterSet awaited;   // of these, what has not come yet
   };
 
+  void make_way(std::size_t unit, std::size_t parameter);
+  void notice_cleared(std::size_t unit, std::size_t parameter);
   void receive(std::size_t unit, std::size_t parameter);
   void collect(std::size_t unit, std::size_t parameter);
   Task& present_task();
@@ -103,6 +123,7 @@ class Gradients {
   bool end_session_if_over();
   void note_failure() noexcept;
   void spoil(const ParameterSet& parameters);
+  std::vector<int> reduction_order() const;
   void open(std::size_t unit);
   bool complete(std::size_t unit) const;
   void give(std::size_t unit);
@@ -110,7 +131,6 @@ class Gradients {
   mutable std::mutex mutex_;
   Engine& engine_;
   GradientSink& sink_;
-  std::optional<at::ScalarType> dtype_;
   std::shared_ptr<Link> link_;
   std::vector<Collected> collected_;
   std::vector<Task> tasks_;  // that are under way

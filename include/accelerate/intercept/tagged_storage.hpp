@@ -109,6 +109,12 @@ class TaggedStorage final : public c10::Allocator {
 /// it has the tag, `set_data`, and with it `module->to()`, throws a StateError.
 void guard(const at::Tensor& tensor, bool on);
 
+/// A view of part of `flat`, the part that this process has of a gradient. It is an ordinary tensor
+/// that has the tag; to scale it by a tensor of one element throws a StateError, because such a
+/// factor comes of a norm, and that of a part is another on every process.
+at::Tensor part_of_gradient(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_t offset);
+bool is_part_of_gradient(const at::TensorBase& tensor);
+
 /// A tensor of the meta device with the shape of `like`, which has the tag; an operator that uses
 /// it throws a StateError with `message`, which must live as long as the program.
 at::Tensor given_up(const at::Tensor& like, const char* message);

@@ -29,14 +29,25 @@ struct UnitParameter {
   bool row_aligned = true;
 };
 
+/// What an operator wrote of a parameter.
+struct Written {
+  /// In elements of the unit's flat buffer; nothing outside of it has changed.
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  /// Every element in it has a new value. Otherwise some may be what they were.
+  bool all = false;
+};
+
 /// Parameters that come and go together: they lie in one flat buffer of one dtype, which is cut
 /// into equal parts.
 class Unit {
  public:
-  /// `parameters` are of one dtype and device; while they are tagged they have `compute_dtype`.
-  /// Throws ShardingError when that is not so, when one is tagged already, or is no leaf.
+  /// `parameters` are of one dtype and device; while they are tagged they have `compute_dtype`,
+  /// and their gradients are collected and reduced in `reduce_dtype`. Throws ShardingError when
+  /// that is not so, when one is tagged already, or is no leaf.
   Unit(int index, std::string name, std::vector<NamedTensor> parameters, int parts,
-       at::ScalarType compute_dtype, at::Device compute_device, TaggedStorage::Owner& owner);
+       at::ScalarType compute_dtype, at::ScalarType reduce_dtype, at::Device compute_device,
+       TaggedStorage::Owner& owner);
 
   int index() const noexcept { return storage_.id(); }
   const std::string& name() const noexcept { return storage_.name(); }
@@ -45,6 +56,7 @@ class Unit {
   /// The parameters' dtype as the user made them.
   at::ScalarType dtype() const noexcept { return dtype_; }
   at::ScalarType compute_dtype() const noexcept { return storage_.dtype(); }
+  at::ScalarType reduce_dtype() const noexcept { return reduce_dtype_; }
   at::Device device() const noexcept { return storage_.device(); }
   TaggedStorage& storage() noexcept { return storage_; }
   const TaggedStorage& storage() const noexcept { return storage_; }
@@ -76,6 +88,7 @@ class Unit {
   bool is_tagged(const UnitParameter& parameter) const;
 
   at::ScalarType dtype_;
+  at::ScalarType reduce_dtype_;
   std::vector<UnitParameter> parameters_;
   Layout layout_;
   TaggedStorage storage_;
@@ -103,7 +116,7 @@ class Residency {
   /// An operator is about to write to a parameter. May throw to refuse; any thread may ask.
   virtual void will_write(const Unit&, const UnitParameter&) {}
   /// Takes the new values of one parameter out of `contents`, for good.
-  virtual void write_back(const Unit& unit, const UnitParameter& parameter,
+  virtual void write_back(const Unit& unit, const UnitParameter& parameter, const Written& written,
                           const at::Tensor& contents) = 0;
   /// A new flat buffer with all parameters in the user's dtype; a collective where ranks are
   /// involved.

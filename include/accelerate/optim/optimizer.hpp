@@ -66,6 +66,11 @@ class OptimizerCore {
   /// Links parameters that were added to the groups since to the strategies that `link` was called
   /// with.
   void follow_groups();
+  /// Has this optimizer step for the module of `strategy`, which was prepared anew after its
+  /// `restore()`, in place of `ended`: state and gradients of the leaves of `ended` go over to
+  /// those of `strategy`. Returns false, and does nothing, when it did not step for `ended`. Throws
+  /// StateError when the leaves are of other shapes.
+  bool relink(const parallel::Strategy& ended, std::shared_ptr<parallel::Strategy> strategy);
   const std::vector<std::shared_ptr<parallel::Strategy>>& strategies() const noexcept {
     return strategies_;
   }

@@ -77,11 +77,11 @@ class SchedulerCore {
   std::int64_t steps_ = 1, of_ = 1, carry_ = 0;
 };
 
-/// The state of a LibTorch scheduler: {"step_count", "learning_rates"}. The learning rates are the
-/// optimizer's own, and come back with its state.
+/// The state of a LibTorch scheduler: {"step_count", "learning_rates"}. The learning rates are
+/// those of its optimizer's parameter groups, from which most of them compute the next ones.
 Json scheduler_state(const torch::optim::LRScheduler& scheduler);
-/// Throws CheckpointError when `state` is something else, StateError when the optimizer does not
-/// have the learning rates of that state (load the optimizer first).
+/// Gives the scheduler its count and its optimizer the learning rates. Throws CheckpointError when
+/// `state` is something else or has other parameter groups.
 void load_scheduler_state(torch::optim::LRScheduler& scheduler, const Json& state);
 /// The same of the one that follows a metric: {"best", "last_epoch", "num_bad_epochs",
 /// "cooldown_counter"}, as in Python.

@@ -92,6 +92,7 @@ class Ddp final : public Strategy {
 
   std::vector<std::vector<std::int64_t>> reduction_layout() override;
   void set_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) override;
+  void check_reduction_layout(const std::vector<std::vector<std::int64_t>>& layout) const override;
   /// Collective. Throws DistributedError on every rank, naming the first parameter or buffer whose
   /// values are not bit-equal on all ranks.
   void verify_parameters() const override;

@@ -95,9 +95,14 @@ class FsdpOptions {
   /// Whether the micro-batches that do not synchronise are reduced all the same, and added up in
   /// the shards: more communication, and no memory for whole gradients. Default: false.
   TORCH_ARG(bool, reduce_every_backward) = false;
-  /// Before each gather and reduction, check that all ranks are at the same unit: programs that
-  /// went different ways get an error that names the units on every rank, and no hang. A small
-  /// exchange each. The Accelerator's debug mode switches it on. Default: false.
+  /// Ranks may use different units, as in a mixture of experts whose ranks choose, or where layers
+  /// are dropped by chance: every forward gathers all units, in the module's order, and every
+  /// backward reduces all. They stay in memory until the pass ends, so that full_shard needs as
+  /// much memory for parameters as shard_grad_op, and more is gathered than a pass uses. A
+  /// `resident_limit` must hold all units. Without it such ranks throw ShardingError. Default:
+  /// false.
+  TORCH_ARG(bool, all_units_every_pass) = false;
+  /// Of no effect any more: ranks always compare which unit they gather or reduce.
   TORCH_ARG(bool, verify_control_flow) = false;
   /// Ranks of one sharding group in the hybrid strategies; it must divide the number of ranks. 0:
   /// the ranks of one machine. Default: 0.

@@ -122,6 +122,9 @@ class Strategy {
   /// Takes such a layout, of the same module on as many ranks, alike on every rank; an empty one
   /// changes nothing. Throws CheckpointError when it is one of another module.
   virtual void set_reduction_layout(const std::vector<std::vector<std::int64_t>>& /*layout*/) {}
+  /// Throws CheckpointError when `layout` cannot be that of this module. Changes nothing.
+  virtual void check_reduction_layout(
+      const std::vector<std::vector<std::int64_t>>& /*layout*/) const {}
   /// While what is returned lives, the module's parameters are whole ordinary tensors. With
   /// `write_back`, changes made to them, alike on every rank, are kept. Collective.
   virtual std::shared_ptr<void> summon_full_params(bool write_back);

@@ -101,8 +101,15 @@ class GradScaler {
   Json state_dict();
   /// Does nothing when not enabled. Throws CheckpointError when `state` lacks an entry.
   void load_state_dict(const Json& state);
+  /// Throws what `load_state_dict` would throw, and changes nothing.
+  void check_state_dict(const Json& state) const;
 
  private:
+  struct Loaded {
+    GradScalerOptions options;
+    std::int64_t tracker = 0, hysteresis = 1;
+  };
+  Loaded read_state(const Json& state) const;
   enum class Stage { ready, unscaled, stepped };
   struct OptimizerState {
     Stage stage = Stage::ready;

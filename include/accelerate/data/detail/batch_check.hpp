@@ -45,9 +45,7 @@ class BatchCheck {
  public:
   template <class Batch>
   void check(const Batch& batch, bool varying_shapes, const std::string& loader) {
-    if constexpr (!TensorTree<Batch>) {
-      return;
-    } else if constexpr (kIsVector<Batch>) {
+    if constexpr (kIsVector<Batch>) {
       for (const auto& example : batch) check_tree(example, true, loader);
     } else {
       check_tree(batch, varying_shapes, loader);

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <accelerate/data/detail/loader_impl.hpp>
+#include <accelerate/data/detail/sample_random.hpp>
+#include <accelerate/data/detail/sample_reader.hpp>
 #include <accelerate/data/plan.hpp>
 
 #include <memory>
@@ -23,8 +25,7 @@ class IndexPlanner {
 
   /// Indices in a pass, on this node.
   std::optional<std::int64_t> size() const;
-  void begin(std::int64_t seed, std::int64_t epoch, bool resumed, const ShardRule& rule,
-             const ShardFunction& shard_by, bool all_ranks);
+  void begin(const LoaderCore::Pass& pass, const ShardFunction& shard_by, bool all_ranks);
   /// Plans the next step with its indices.
   bool next(Step& step);
   std::string save_state(bool in_pass) const;
@@ -69,39 +70,45 @@ class IndexedLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Colla
   void load_stream(const std::string& bytes) override { planner_.load_state(bytes); }
 
   void begin_stream(const typename Base::Pass& pass) override {
-    planner_.begin(pass.seed, pass.epoch, pass.resumed, pass.rule, this->settings_.shard_by,
-                   this->dispatches());
+    seed_ = pass.seed;
+    rule_ = pass.rule;
+    planner_.begin(pass, this->settings_.shard_by, this->dispatches());
   }
   bool plan(Step& step) override { return planner_.next(step); }
 
   Batch read(Step& step, std::size_t part) override {
     std::size_t first = 0;
     for (std::size_t i = 0; i < part; ++i) first += static_cast<std::size_t>(step.shares[i].count);
-    return collation_(raw(c10::ArrayRef<std::size_t>(
-        step.indices.data() + first, static_cast<std::size_t>(step.shares[part].count))));
-  }
-
-  RawBatch<Dataset> raw(c10::ArrayRef<std::size_t> indices) {
-    if constexpr (BatchIndexed<Dataset>) {
-      auto batch = dataset_->get_batch(indices);
-      if constexpr (kIsOptional<decltype(batch)>) {
-        if (!batch)
-          throw DataError("get_batch gave nothing for indices that lie inside the dataset");
-        return std::move(*batch);
-      } else {
-        return batch;
-      }
+    const StepShare& share = step.shares[part];
+    SampleRandom random(seed_);
+    const auto begin = [&](std::int64_t i, std::int64_t stage) {
+      const bool samples = unit() == LoaderCore::Unit::samples;
+      const std::int64_t position = samples ? share.first + i : share.first;
+      const std::int64_t place =
+          position < step.length ? position : fill_position(rule_, position, step.length);
+      // Samples of one batch that is a unit are told apart by their part.
+      random.at(place, samples ? stage : (i << 8) + stage);
+    };
+    std::int64_t stage = 0;
+    auto raw = read_samples(*dataset_,
+                            c10::ArrayRef<std::size_t>(step.indices.data() + first,
+                                                       static_cast<std::size_t>(share.count)),
+                            begin, stage);
+    begin(0, ++stage);
+    if constexpr (kIsOptional<decltype(raw)>) {
+      if (!raw) throw DataError("get_batch gave nothing for indices that lie inside the dataset");
+      return collation_(std::move(*raw));
     } else {
-      RawBatch<Dataset> batch;
-      batch.reserve(indices.size());
-      for (const std::size_t index : indices) batch.push_back(dataset_->get(index));
-      return batch;
+      return collation_(std::move(raw));
     }
   }
 
   std::shared_ptr<Dataset> dataset_;
   Collation collation_;
   IndexPlanner planner_;
+  // Of the pass.
+  std::int64_t seed_ = 0;
+  ShardRule rule_;
 };
 
 }  // namespace accelerate::data::detail

@@ -38,6 +38,12 @@ struct Dispatched {
 /// A loader of known batch type over any source of data. Subclasses say what a step is and read it.
 template <class Batch>
 class LoaderImpl : public LoaderCore {
+  static_assert(TensorTree<Batch>,
+                "A batch of this loader has a type whose tensors the library does not know, so it "
+                "could not be moved to the device or cut. A batch is a tensor, or a pair, tuple, "
+                "vector, map or optional of such, or torch::data::Example; teach a struct of yours "
+                "by specialising accelerate::TreeTraits (see <accelerate/core/tree.hpp>).");
+
  public:
   LoaderImpl(LoaderSettings settings, LoaderContext context)
       : LoaderCore(std::move(settings), std::move(context)) {}
@@ -45,15 +51,13 @@ class LoaderImpl : public LoaderCore {
   /// Call once after construction: threads may start, which need the whole object.
   void open(bool concurrent, bool dispatch) {
     set_dispatch(dispatch);
-    if constexpr (TensorTree<Batch>) {
-      if (context_.device_placement) {
-        const auto& configuration = context_.configuration;
-        transfer_ = std::make_unique<DeviceTransfer>(context_.device, configuration.non_blocking(),
-                                                     configuration.pin_memory(),
-                                                     configuration.prefetch_to_device() > 0);
-        if (transfer_->asynchronous())
-          ahead_ = static_cast<std::size_t>(configuration.prefetch_to_device());
-      }
+    if (context_.device_placement) {
+      const auto& configuration = context_.configuration;
+      transfer_ = std::make_unique<DeviceTransfer>(context_.device, configuration.non_blocking(),
+                                                   configuration.pin_memory(),
+                                                   configuration.prefetch_to_device() > 0);
+      if (transfer_->asynchronous())
+        ahead_ = static_cast<std::size_t>(configuration.prefetch_to_device());
     }
     if (!dispatch) {
       batches_ = std::make_unique<Pipeline<Batch>>(
@@ -62,7 +66,7 @@ class LoaderImpl : public LoaderCore {
           [this](Step& step) { return staged(read(step, 0)); });
       return;
     }
-    if constexpr (TensorTree<Batch> && std::is_default_constructible_v<Batch>) {
+    if constexpr (std::is_default_constructible_v<Batch>) {
       if (context_.group.rank() == 0) {
         parts_ = std::make_unique<Pipeline<std::vector<std::string>>>(
             settings_.workers, settings_.max_jobs, concurrent,
@@ -72,8 +76,7 @@ class LoaderImpl : public LoaderCore {
     } else {
       throw UnsupportedError("dispatch_batches was asked for the loader '" + name() +
                              "', and its batches cannot be sent to another process: they must be "
-                             "default-constructible trees of tensors, "
-                             "numbers and strings (see TreeTraits). Switch dispatch_batches off.");
+                             "default-constructible. Switch dispatch_batches off.");
     }
   }
 
@@ -161,12 +164,10 @@ class LoaderImpl : public LoaderCore {
   bool reads() const noexcept { return batches_ || parts_; }
 
   Batch staged(Batch batch) const {
-    if constexpr (TensorTree<Batch>) {
-      if (transfer_ && transfer_->asynchronous()) {
-        tree::for_each_tensor(batch, [&](at::Tensor& tensor) {
-          if (tensor.defined()) tensor = transfer_->stage(tensor);
-        });
-      }
+    if (transfer_ && transfer_->asynchronous()) {
+      tree::for_each_tensor(batch, [&](at::Tensor& tensor) {
+        if (tensor.defined()) tensor = transfer_->stage(tensor);
+      });
     }
     return batch;
   }
@@ -217,29 +218,27 @@ class LoaderImpl : public LoaderCore {
 
   std::vector<std::string> encode_parts(Step& step) {
     std::vector<std::string> parts(step.shares.size());
-    if constexpr (TensorTree<Batch>) {
-      for (std::size_t part = 0; part < parts.size(); ++part) {
-        if (!step.shares[part].exists) continue;
-        parts[part] = tree::encode(read(step, part));
-      }
-      for (std::size_t part = 0; part < parts.size(); ++part) {
-        Dispatched message;
-        message.final =
-            std::none_of(step.shares.begin(), step.shares.end(),
-                         [](const StepShare& share) { return share.exists && !share.last; });
-        message.kind = step.shares[part].exists ? Dispatched::Kind::batch : Dispatched::Kind::end;
-        message.share = step.shares[part];
-        message.remainder = step.remainder;
-        message.position_after = step.position_after;
-        message.payload = std::move(parts[part]);
-        parts[part] = message.encode();
-      }
+    for (std::size_t part = 0; part < parts.size(); ++part) {
+      if (!step.shares[part].exists) continue;
+      parts[part] = tree::encode(read(step, part));
+    }
+    for (std::size_t part = 0; part < parts.size(); ++part) {
+      Dispatched message;
+      message.final =
+          std::none_of(step.shares.begin(), step.shares.end(),
+                       [](const StepShare& share) { return share.exists && !share.last; });
+      message.kind = step.shares[part].exists ? Dispatched::Kind::batch : Dispatched::Kind::end;
+      message.share = step.shares[part];
+      message.remainder = step.remainder;
+      message.position_after = step.position_after;
+      message.payload = std::move(parts[part]);
+      parts[part] = message.encode();
     }
     return parts;
   }
 
   bool receive(Ready& next) {
-    if constexpr (TensorTree<Batch> && std::is_default_constructible_v<Batch>) {
+    if constexpr (std::is_default_constructible_v<Batch>) {
       // The last message says so itself. A rank whose own batches end earlier still takes part
       // until then.
       if (ended_) return false;
@@ -297,30 +296,26 @@ class LoaderImpl : public LoaderCore {
   }
 
   void send(Ready& ready) {
-    if constexpr (TensorTree<Batch>) {
-      if (!transfer_) return;
-      const auto moves = [&] {
-        tree::for_each_tensor(*ready.batch, [&](at::Tensor& tensor) {
-          if (tensor.defined() && tensor.device() != transfer_->device())
-            tensor = transfer_->move(tensor);
-        });
-      };
-      if (transfer_->asynchronous()) {
-        ready.ticket = transfer_->run(moves);
-      } else {
-        moves();
-      }
+    if (!transfer_) return;
+    const auto moves = [&] {
+      tree::for_each_tensor(*ready.batch, [&](at::Tensor& tensor) {
+        if (tensor.defined() && tensor.device() != transfer_->device())
+          tensor = transfer_->move(tensor);
+      });
+    };
+    if (transfer_->asynchronous()) {
+      ready.ticket = transfer_->run(moves);
+    } else {
+      moves();
     }
   }
 
   void arrive(Ready& ready) {
-    if constexpr (TensorTree<Batch>) {
-      if (!ready.ticket) return;
-      transfer_->finish(*ready.ticket);
-      tree::for_each_tensor(*ready.batch, [&](at::Tensor& tensor) {
-        if (tensor.defined()) transfer_->adopt(tensor);
-      });
-    }
+    if (!ready.ticket) return;
+    transfer_->finish(*ready.ticket);
+    tree::for_each_tensor(*ready.batch, [&](at::Tensor& tensor) {
+      if (tensor.defined()) transfer_->adopt(tensor);
+    });
   }
 
   BatchCheck check_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <accelerate/data/detail/loader_impl.hpp>
+#include <accelerate/data/detail/sample_random.hpp>
 #include <accelerate/data/detail/stream_source.hpp>
 #include <accelerate/data/detail/unit_window.hpp>
 #include <accelerate/data/plan.hpp>
@@ -25,14 +26,12 @@ template <class Batch>
 std::int64_t rows_of(const Batch& batch) {
   if constexpr (kIsVector<Batch>) {
     return static_cast<std::int64_t>(batch.size());
-  } else if constexpr (TensorTree<Batch>) {
+  } else {
     std::int64_t rows = -1;
     tree::for_each_tensor(batch, [&](const at::Tensor& tensor) {
       if (rows < 0 && tensor.defined() && tensor.dim() > 0) rows = tensor.size(0);
     });
     return rows < 0 ? 1 : rows;
-  } else {
-    return 1;
   }
 }
 
@@ -54,7 +53,7 @@ class StreamLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Collat
 
   void open() {
     const LoaderContext& context = this->context_;
-    constexpr bool kSendable = TensorTree<Batch> && std::is_default_constructible_v<Batch>;
+    constexpr bool kSendable = std::is_default_constructible_v<Batch>;
     const bool dispatch =
         context.group.size() > 1 && context.configuration.dispatch_batches().value_or(
                                         Source::kIterable && context.device_placement && kSendable);
@@ -73,6 +72,7 @@ class StreamLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Collat
 
   void begin_stream(const LoaderCore::Pass& pass) override {
     rule_ = pass.rule;
+    seed_ = pass.seed;
     planner_.begin(rule_, nullptr, std::nullopt, this->dispatches());
     with_seeded_generator(pass.seed, [&] { source_.begin(pass.epoch); });
     const std::int64_t keep = rule_.even && !rule_.drop_last ? rule_.block() : 0;
@@ -95,7 +95,11 @@ class StreamLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Collat
   }
 
   std::int64_t ensure(std::int64_t end) {
-    return window_.ensure(end, [this] { return source_.next(); });
+    SampleRandom random(seed_);
+    return window_.ensure(end, [&] {
+      random.at(window_.pulled());
+      return source_.next();
+    });
   }
 
   bool plan(Step& step) override {
@@ -143,6 +147,8 @@ class StreamLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Collat
 
   Batch read(Step& step, std::size_t part) override {
     const StepShare& share = step.shares[part];
+    SampleRandom random(seed_);
+    random.at(share.first, /*part=*/1);
     if constexpr (Source::kBatches) {
       return collation_(take(share.first, step.length));
     } else {
@@ -157,6 +163,7 @@ class StreamLoader final : public LoaderImpl<typename LoaderPlan<Dataset, Collat
   Source source_;
   Collation collation_;
   ShardRule rule_;
+  std::int64_t seed_ = 0;
   StepPlanner planner_;
   UnitWindow<Unit> window_;
 };

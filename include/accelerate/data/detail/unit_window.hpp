@@ -40,6 +40,9 @@ class UnitWindow {
     return pulled_;
   }
 
+  /// Units that were pulled or left out since the begin of the pass.
+  std::int64_t pulled() const noexcept { return pulled_; }
+
   /// Units before `position` are not wanted any more.
   void forget_before(std::int64_t position) {
     while (base_ < position && !window_.empty()) {
