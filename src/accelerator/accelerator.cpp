@@ -172,8 +172,7 @@ std::vector<std::shared_ptr<OptimizerCore>> Accelerator::optimizers() const {
 
 void Accelerator::prune() {
   std::erase_if(kept_, [](const auto& core) {
-    return core->strategy->is_restored() ||
-           (core.use_count() == 1 && !core->strategy->module().is_owned_elsewhere());
+    return core.use_count() == 1 && !core->strategy->module().is_owned_elsewhere();
   });
   std::erase_if(modules_, [](const auto& core) { return core.expired(); });
   std::erase_if(optimizers_, [](const auto& core) { return core.expired(); });
@@ -214,73 +213,78 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
     if (known->trained || !trained) return known;
     core = known;  // for evaluation, and now to be trained too
   }
-}
-prune();
-std::erase_if(modules_, [&](const auto& known) { return ended && known.lock() == ended; });
-for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
-  for (const auto& [name, tensor] : *tensors) {
-    if (!intercept::is_tagged(tensor)) continue;
-    throw StateError(text::concat(
-        "The module's ", name,
-        " comes and goes already: the module was dispatched by a device map, or another "
-        "Accelerator has sharded it. A dispatched module needs no prepare(): call what "
-        "dispatch_model returned. To train it, call remove_offload() first and prepare it "
-        "then."));
+  if (ended != nullptr) {
+    std::erase(kept_, ended);
+    std::erase_if(modules_, [&](const auto& known) { return known.lock() == ended; });
   }
-}
-const auto elsewhere = [&](const NamedTensor& entry) { return entry.tensor.device() != device(); };
-for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
-  const auto found = std::find_if(tensors->begin(), tensors->end(), elsewhere);
-  if (found == tensors->end()) continue;
-  if (!options_.device_placement()) {
-    throw StateError(
-        text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
-                     ", and this process trains on ", device().str(),
-                     ". Move the module there before prepare(), or switch device_placement on."));
+  prune();
+  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+    for (const auto& [name, tensor] : *tensors) {
+      if (!intercept::is_tagged(tensor)) continue;
+      throw StateError(text::concat(
+          "The module's ", name,
+          " comes and goes already: the module was dispatched by a device map, or another "
+          "Accelerator has sharded it. A dispatched module needs no prepare(): call what "
+          "dispatch_model returned. To train it, call remove_offload() first and prepare it "
+          "then."));
+    }
   }
-  record.to(device());
-  break;
-}
+  const auto elsewhere = [&](const NamedTensor& entry) {
+    return entry.tensor.device() != device();
+  };
+  for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
+    const auto found = std::find_if(tensors->begin(), tensors->end(), elsewhere);
+    if (found == tensors->end()) continue;
+    if (!options_.device_placement()) {
+      throw StateError(
+          text::concat("The module's ", found->name, " is on ", found->tensor.device().str(),
+                       ", and this process trains on ", device().str(),
+                       ". Move the module there before prepare(), or switch device_placement on."));
+    }
+    record.to(device());
+    break;
+  }
 
-if (trained && strategy_ == StrategyKind::automatic) {
-  const StrategyChoice choice = choose_strategy(
-      strategy_facts(record, device(), state_->topology().local_world_size, world()));
-  log::info(choice.why);
-  strategy_ = choice.kind;
-  set_stage(strategy_, fsdp_);
-}
-std::shared_ptr<parallel::Strategy> strategy;
-if (trained) {
-  strategy = make_strategy(strategy_, std::move(record), world(), ddp_, fsdp_);
-} else if (num_processes() > 1) {
-  strategy = std::make_shared<Evaluated>(std::move(record));
-} else {
-  strategy = std::make_shared<parallel::Strategy>(std::move(record));
-}
-if (core == nullptr) {
-  core = std::make_shared<detail::PreparedModuleCore>();
-  core->identity = identity;
-  core->gradient_state = gradient_state_;
-  core->device = device();
-  core->mixed_precision = mixed_precision_;
-  core->autocast = options_.autocast();
-  modules_.push_back(core);
-} else {
-  for (const auto& optimizer : optimizers()) optimizer->unlink(*core->strategy);
-}
-core->strategy = std::move(strategy);
-core->trained = trained;
-if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
-if (core->strategy->owns_leaves()) kept_.push_back(core);
-for (const auto& optimizer : optimizers()) {
-  for (const auto& other : modules()) {
-    if (trained && !other->trained &&
-        share_tensors(other->strategy->module(), core->strategy->module()))
-      optimizer->unlink(*other->strategy);
+  if (trained && strategy_ == StrategyKind::automatic) {
+    const StrategyChoice choice = choose_strategy(
+        strategy_facts(record, device(), state_->topology().local_world_size, world()));
+    log::info(choice.why);
+    strategy_ = choice.kind;
+    set_stage(strategy_, fsdp_);
   }
-  if (ended == nullptr || !optimizer->relink(*ended->strategy, whole(core))) link(optimizer, core);
-}
-return core;
+  std::shared_ptr<parallel::Strategy> strategy;
+  if (trained) {
+    strategy = make_strategy(strategy_, std::move(record), world(), ddp_, fsdp_);
+  } else if (num_processes() > 1) {
+    strategy = std::make_shared<Evaluated>(std::move(record));
+  } else {
+    strategy = std::make_shared<parallel::Strategy>(std::move(record));
+  }
+  if (core == nullptr) {
+    core = std::make_shared<detail::PreparedModuleCore>();
+    core->identity = identity;
+    core->gradient_state = gradient_state_;
+    core->device = device();
+    core->mixed_precision = mixed_precision_;
+    core->autocast = options_.autocast();
+    modules_.push_back(core);
+  } else {
+    for (const auto& optimizer : optimizers()) optimizer->unlink(*core->strategy);
+  }
+  core->strategy = std::move(strategy);
+  core->trained = trained;
+  core->before = ended != nullptr ? ended->strategy : nullptr;
+  if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
+  if (core->strategy->owns_leaves()) kept_.push_back(core);
+  for (const auto& optimizer : optimizers()) {
+    for (const auto& other : modules()) {
+      if (trained && !other->trained &&
+          share_tensors(other->strategy->module(), core->strategy->module()))
+        optimizer->unlink(*other->strategy);
+    }
+    link(optimizer, core);
+  }
+  return core;
 }
 
 std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
@@ -334,6 +338,7 @@ void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
           "it, or another optimizer."));
     }
   }
+  if (module->before != nullptr && optimizer->relink(*module->before, whole(module))) return;
   optimizer->link(whole(module));
 }
 

@@ -191,9 +191,6 @@ void OptimizerCore::follow_groups() {
 
 bool OptimizerCore::relink(const parallel::Strategy& ended,
                            std::shared_ptr<parallel::Strategy> strategy) {
-  const auto known = std::find_if(strategies_.begin(), strategies_.end(),
-                                  [&](const auto& each) { return each.get() == &ended; });
-  if (known == strategies_.end()) return false;
   std::vector<at::Tensor> leaves;
   auto& state = optimizer_->state();
   for (const auto& [name, parameter] : strategy->module().parameters()) {
@@ -218,13 +215,11 @@ bool OptimizerCore::relink(const parallel::Strategy& ended,
     state.erase(found);
     state[now.unsafeGetTensorImpl()] = std::move(moved);
   }
-  leaves_[static_cast<std::size_t>(known - strategies_.begin())] = std::move(leaves);
-  std::erase_if(known_, [&](const auto& each) {
-    const auto one = each.lock();
-    return one == nullptr || one.get() == &ended;
-  });
+  if (leaves.empty()) return false;
+  unlink(ended);
   known_.emplace_back(strategy);
-  *known = std::move(strategy);
+  strategies_.push_back(std::move(strategy));
+  leaves_.push_back(std::move(leaves));
   followed_ = parameters();
   return true;
 }

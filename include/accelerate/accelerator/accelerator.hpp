@@ -368,8 +368,8 @@ class Accelerator {
   std::vector<std::weak_ptr<detail::PreparedModuleCore>> modules_;
   std::vector<std::weak_ptr<OptimizerCore>> optimizers_;
   std::vector<std::pair<const void*, std::weak_ptr<SchedulerCore>>> schedulers_;
-  // Without its strategy a sharded module is of no use, nor is an optimizer over its shards. So it
-  // stays while the program has the module.
+  // Without its strategy a sharded module is of no use, nor is an optimizer over its shards, after
+  // restore() too. So it stays while the program has the module.
   std::vector<std::shared_ptr<detail::PreparedModuleCore>> kept_;
 };
 

@@ -67,9 +67,9 @@ class OptimizerCore {
   /// with.
   void follow_groups();
   /// Has this optimizer step for the module of `strategy`, which was prepared anew after its
-  /// `restore()`, in place of `ended`: state and gradients of the leaves of `ended` go over to
-  /// those of `strategy`. Returns false, and does nothing, when it did not step for `ended`. Throws
-  /// StateError when the leaves are of other shapes.
+  /// `restore()`, in place of `ended`: state and gradients of the leaves of `ended` go over to those
+  /// of `strategy`. Returns false, and does nothing, when it has none of the leaves of `ended`.
+  /// Throws StateError when the leaves are of other shapes.
   bool relink(const parallel::Strategy& ended, std::shared_ptr<parallel::Strategy> strategy);
   const std::vector<std::shared_ptr<parallel::Strategy>>& strategies() const noexcept {
     return strategies_;
