@@ -440,8 +440,13 @@ void Accelerator::run_backward(const at::Tensor& loss) {
   }
   BackwardScope scope;
   for (const auto& module : modules()) scope.begin(module);
-  (scaler_ ? scaler_->scale(loss) : loss).backward();
-  scope.end();
+  try {
+    (scaler_ ? scaler_->scale(loss) : loss).backward();
+    scope.end();
+  } catch (...) {
+    for (const auto& optimizer : optimizers()) optimizer->note_failed_backward();
+    throw;
+  }
   if (gradient_state_->sync_gradients()) return;
   for (const auto& optimizer : optimizers()) optimizer->note_own_step();
 }

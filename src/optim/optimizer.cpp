@@ -258,6 +258,7 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   }
   ++steps_;
   used_up_ = gradients_->micro_batch();
+  partial_ = false;
   gradients_->end_window();
   for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->after_step(leaves_[i]);
   return result;
@@ -320,7 +321,8 @@ void OptimizerCore::zero_grad(bool set_to_none) {
   require_alive();
   check_own_step();
   if (!gradients_->sync_gradients()) return;
-  if (!gradients_->has_earlier_micro_batches(used_up_)) return clear_gradients(set_to_none);
+  if (partial_ || !gradients_->has_earlier_micro_batches(used_up_))
+    return clear_gradients(set_to_none);
   if (in_closure_) {
     throw StateError(
         "zero_grad() was called inside the closure of step() while gradients of earlier "
@@ -368,6 +370,7 @@ void OptimizerCore::clear_gradients(bool set_to_none) {
   }
   if (scaler_ != nullptr) scaler_->forget(this);
   used_up_ = gradients_->micro_batch();
+  partial_ = false;
   gradients_->end_window();
 }
 

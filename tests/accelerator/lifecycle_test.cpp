@@ -436,6 +436,44 @@ TEST(Windows, DiscardedGradientsAreGone) {
   }
 }
 
+// Passes its input on, and throws in backward.
+struct Blows : torch::autograd::Function<Blows> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list) {
+    throw std::runtime_error("blown");
+  }
+};
+
+TEST(Windows, AFailedBackwardIsCleared) {
+  for (const StrategyKind kind : kinds()) {
+    SCOPED_TRACE(to_string(kind));
+    Accelerator accelerator(AcceleratorOptions().strategy(kind).gradient_accumulation_steps(2));
+    Net net, alone;
+    torch::optim::SGD sgd(net->parameters(), 0.1), sgd_alone(alone->parameters(), 0.1);
+    auto [model, optimizer] = accelerator.prepare(net, sgd);
+    for (std::int64_t micro = 0; micro < 4; ++micro) {
+      auto scope = accelerator.accumulate(model);
+      const auto output = model(own_rows(whole_batch(micro)));
+      if (micro == 1) {
+        EXPECT_THROW(accelerator.backward(Blows::apply(output).sum() + output.sum()),
+                     std::runtime_error);
+        optimizer.zero_grad();
+        continue;
+      }
+      accelerator.backward(output.square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    for (std::int64_t micro = 2; micro < 4; ++micro)
+      (alone->forward(whole_batch(micro)).square().mean() / 2).backward();
+    sgd_alone.step();
+    EXPECT_LT(apart(values(model), values(*alone)), 1e-9);
+  }
+}
+
 TEST(Windows, AWindowOfOneIsClearedAtAnyTime) {
   Accelerator accelerator;
   Net net, alone;

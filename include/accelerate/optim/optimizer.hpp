@@ -67,9 +67,9 @@ class OptimizerCore {
   /// with.
   void follow_groups();
   /// Has this optimizer step for the module of `strategy`, which was prepared anew after its
-  /// `restore()`, in place of `ended`: state and gradients of the leaves of `ended` go over to those
-  /// of `strategy`. Returns false, and does nothing, when it has none of the leaves of `ended`.
-  /// Throws StateError when the leaves are of other shapes.
+  /// `restore()`, in place of `ended`: state and gradients of the leaves of `ended` go over to
+  /// those of `strategy`. Returns false, and does nothing, when it has none of the leaves of
+  /// `ended`. Throws StateError when the leaves are of other shapes.
   bool relink(const parallel::Strategy& ended, std::shared_ptr<parallel::Strategy> strategy);
   const std::vector<std::shared_ptr<parallel::Strategy>>& strategies() const noexcept {
     return strategies_;
@@ -82,10 +82,13 @@ class OptimizerCore {
   at::Tensor step(const Closure& closure = nullptr);
   /// Clears the gradients, if they are in sync: forgets them, or fills them with zeros in place.
   /// While gradients of earlier micro-batches of the window wait for a step it keeps them, and says
-  /// so once; inside a closure, which would be called again, it throws StateError.
+  /// so once, unless a backward has failed since; inside a closure, which would be called again, it
+  /// throws StateError.
   void zero_grad(bool set_to_none = true);
   /// Forgets the gradients, wherever in a window, and what was counted of it.
   void discard_gradients();
+  /// After a backward that threw: the gradients are partial, and are not kept.
+  void note_failed_backward() noexcept { partial_ = true; }
   /// After a backward within a window: notes how far the optimizer is.
   void note_own_step();
   /// Throws StateError when the optimizer's own step() was called since, instead of this one's.
@@ -140,6 +143,7 @@ class OptimizerCore {
   std::int64_t normalised_window_ = -1;
   std::int64_t used_up_ = 0;  // the micro-batch of the last step or clearing
   bool in_closure_ = false;
+  bool partial_ = false;  // a backward failed since the last step or clearing
   std::int64_t steps_ = 0;
   // Undefined: not skipped. Read only when asked, since reading waits for the device.
   at::Tensor skipped_;
