@@ -172,7 +172,8 @@ std::vector<std::shared_ptr<OptimizerCore>> Accelerator::optimizers() const {
 
 void Accelerator::prune() {
   std::erase_if(kept_, [](const auto& core) {
-    return core.use_count() == 1 && !core->strategy->module().is_owned_elsewhere();
+    const std::size_t own = core->before != nullptr ? 2 : 1;
+    return core.use_count() == 1 && core->strategy->module().owners() <= own;
   });
   std::erase_if(modules_, [](const auto& core) { return core.expired(); });
   std::erase_if(optimizers_, [](const auto& core) { return core.expired(); });

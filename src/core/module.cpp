@@ -169,7 +169,7 @@ ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module) {
   is_training_ = [own] { return (*own)->is_training(); };
   train_ = [own](bool on) { (*own)->train(on); };
   to_ = [own](at::Device device) { (*own)->to(device); };
-  is_owned_elsewhere_ = [own] { return own->use_count() > 1; };
+  owners_ = [own] { return static_cast<std::size_t>(own->use_count()); };
   refresh();
 }
 
@@ -181,7 +181,7 @@ ModuleRecord::ModuleRecord(torch::jit::Module module) : is_torchscript_(true) {
   is_training_ = [own] { return own->is_training(); };
   train_ = [own](bool on) { own->train(on); };
   to_ = [own](at::Device device) { own->to(device); };
-  is_owned_elsewhere_ = [own] { return own->_ivalue().use_count() > 1; };
+  owners_ = [own] { return static_cast<std::size_t>(own->_ivalue().use_count()); };
   refresh();
 }
 

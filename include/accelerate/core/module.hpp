@@ -69,8 +69,8 @@ class ModuleRecord {
   bool is_current() const;
   /// Makes the record anew from the module as it is now.
   void refresh();
-  /// True when someone besides this record and its copies owns the module.
-  bool is_owned_elsewhere() const { return is_owned_elsewhere_(); }
+  /// How many own the module; this record and its copies count as one.
+  std::size_t owners() const { return owners_(); }
 
  private:
   void collect();
@@ -85,7 +85,7 @@ class ModuleRecord {
   bool is_torchscript_ = false;
   std::function<ModuleNode()> describe_;
   std::function<bool(const std::function<bool(const at::Tensor&)>&)> visit_;
-  std::function<bool()> is_owned_elsewhere_;
+  std::function<std::size_t()> owners_;
   std::function<bool()> is_training_;
   std::function<void(bool)> train_;
   std::function<void(at::Device)> to_;
