@@ -181,7 +181,8 @@ ModuleRecord::ModuleRecord(torch::jit::Module module) : is_torchscript_(true) {
   is_training_ = [own] { return own->is_training(); };
   train_ = [own](bool on) { own->train(on); };
   to_ = [own](at::Device device) { own->to(device); };
-  owners_ = [own] { return static_cast<std::size_t>(own->_ivalue().use_count()); };
+  // Less the one that is asked.
+  owners_ = [own] { return static_cast<std::size_t>(own->_ivalue().use_count() - 1); };
   refresh();
 }
 
