@@ -22,7 +22,7 @@ struct Memory final : intercept::Residency {
   at::Tensor start_bring(const intercept::Unit&, at::Tensor) override { return flat.clone(); }
   void finish_bring(const intercept::Unit&, const at::Tensor&) override {}
   void write_back(const intercept::Unit&, const intercept::UnitParameter&,
-                  const at::Tensor&) override {}
+                  const intercept::Written&, const at::Tensor&) override {}
   at::Tensor bring_full(const intercept::Unit&) override { return flat.clone(); }
   void write_back_full(const intercept::Unit&, const at::Tensor&) override {}
 };

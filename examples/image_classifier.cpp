@@ -197,5 +197,5 @@ int train(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return trainer::guarded([&] { return train(argc, argv); });
+  return accelerate::run([&] { return train(argc, argv); });
 }

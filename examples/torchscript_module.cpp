@@ -72,10 +72,6 @@ int main(int argc, char** argv) {
     std::cerr << "usage: torchscript_module MODULE.pt [examples/data/digits.csv]\n";
     return argc == 2 ? 0 : 1;
   }
-  try {
-    return train(argv[1], argc == 3 ? argv[2] : "examples/data/digits.csv");
-  } catch (const std::exception& error) {
-    accelerate::log::error(accelerate::describe(error));
-    return 1;
-  }
+  return accelerate::run(
+      [&] { return train(argv[1], argc == 3 ? argv[2] : "examples/data/digits.csv"); });
 }

@@ -399,13 +399,4 @@ void write_summary(const accelerate::Accelerator& accelerator, const Flags& flag
   }
 }
 
-int guarded(const std::function<int()>& main) {
-  try {
-    return main();
-  } catch (const std::exception& error) {
-    accelerate::log::error(accelerate::describe(error));
-    return 1;
-  }
-}
-
 }  // namespace trainer

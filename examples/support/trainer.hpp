@@ -133,7 +133,4 @@ class Checkpoints {
 void write_summary(const accelerate::Accelerator& accelerator, const Flags& flags,
                    const accelerate::Json& summary);
 
-/// Runs `main` and turns an error into a message on stderr and exit code 1.
-int guarded(const std::function<int()>& main);
-
 }  // namespace trainer

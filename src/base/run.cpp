@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/run.hpp>
+#include <accelerate/base/text.hpp>
 
 #include "base/log_level.hpp"
 #include "base/terminal_line.hpp"
@@ -16,7 +17,8 @@ void say(const std::string& error) {
   detail::clear_terminal_line();
   const std::string who =
       log::world_size() > 1 ? "[rank " + std::to_string(log::rank()) + "] " : "";
-  std::cerr << who + "The program ends with an error: " + error + "\n" << std::flush;
+  std::cerr << who + "The program ends with an error: " + text::printable(error) + "\n"
+            << std::flush;
 }
 
 }  // namespace

@@ -270,8 +270,10 @@ TEST(OffloadedAdamW, IsPreparedAsAnyOptimizer) {
   auto prepared = prepare_optimizer(
       OffloadedAdamW({whole}, FusedAdamWOptions(0.1).weight_decay(0), on_disk(folder)),
       std::make_shared<GradientState>());
-  EXPECT_TRUE(prepared.core()->link(std::make_shared<Sharded>(whole, part)));
+  const auto sharded = std::make_shared<Sharded>(whole, part);
+  EXPECT_TRUE(prepared.core()->link(sharded));
   auto schedule = linear_schedule_with_warmup(prepared.optimizer(), 0, 10);
+  sharded->before_forward({});
   part.mutable_grad() = at::ones({3000});
   prepared.step();
   EXPECT_TRUE(at::allclose(whole.narrow(0, 1000, 3000), at::full({3000}, 0.9)));

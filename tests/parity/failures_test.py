@@ -18,7 +18,7 @@ AFTER_DEATH_S = 15  # until the other ranks have ended
 
 # LibTorch writes of its own accord that a connection failed, with its stack; our message comes beside it.
 LIBTORCH = re.compile(r"^(\[[EW]\d{4} .*\[c10d\]|Exception raised from |frame #\d+: )")
-MESSAGE = re.compile(r"^\d\d:\d\d:\d\d (?:error|warning) (?:\[rank \d+\] )?(.*)$")
+MESSAGE = re.compile(r"^(?:\d\d:\d\d:\d\d (?:error|warning) (?:\[rank \d+\] )?|(?:\[rank \d+\] )?The program ends with an error: )(.*)$")
 
 
 def sentences(stderr):
