@@ -24,6 +24,7 @@ using std::chrono::microseconds;
 
 constexpr std::array kEvents{Event::gather, Event::reduce, Event::end_of_backward};
 constexpr int kActs = 3;
+constexpr int kLooksForLost = 25;
 
 // A row of the board, in the order in which it is written. First come the last `kept` entries of
 // each event: which unit, or how a backward pass ended. The other rings say how many gathers,
@@ -338,7 +339,7 @@ void ControlFlow::differ(int rank, const std::string& one, int other, const std:
 void ControlFlow::fail(const std::string& message) {
   if (!board_) return;
   told_ = true;
-  board_->post(epoch_, "S" + message);
+  board_->post(epoch_, "F" + message);
 }
 
 void ControlFlow::raise() {
@@ -346,6 +347,12 @@ void ControlFlow::raise() {
   const std::string notice = board_->notice();
   const std::string message = notice.substr(1);
   if (notice.front() == 'T') throw TimeoutError(message, "all_gather", group_.rank());
+  // Where a rank was lost, that is the cause, and one that failed by it may say so before this rank
+  // has heard of the loss.
+  for (int look = 0; notice.front() == 'F' && look < kLooksForLost; ++look) {
+    board_->check_peers("all_gather");
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
   throw ShardingError(message);
 }
 

@@ -143,6 +143,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
   agreement.gather_ranks = gather_group.size();
   agreement.window =
       options.all_units_every_pass() ? units : std::min(units, options.prefetch_units() + 3);
+  gathers_announced = static_cast<std::size_t>(agreement.window);
   control_flow.emplace(group, std::move(names), agreement);
   intercept::EngineOptions engine_options;
   engine_options.all_every_pass = options.all_units_every_pass();
@@ -444,6 +445,7 @@ intercept::ParameterSet Fsdp::Impl::all_parameters() const {
 void Fsdp::Impl::begin_pass() {
   if (!control_flow->begin_pass()) return;
   engine->abandon_pass();
+  served.clear();
   under_way.reset();
   for (Part& part : parts) part.reshard.reset();
   expects_backward = has_reduced = false;
@@ -453,7 +455,6 @@ void Fsdp::Impl::serve(const ControlFlow::Step& step) {
   const Unit& unit = *engine->units()[static_cast<std::size_t>(step.unit)];
   if (step.event == ControlFlow::Event::reduce) {
     gradients->give_kept(unit);
-    finish_reduction();  // the others finish it before they announce the next
     return;
   }
   Part& part = parts[static_cast<std::size_t>(unit.index())];
@@ -465,7 +466,18 @@ void Fsdp::Impl::serve(const ControlFlow::Step& step) {
           ? part.whole
           : at::empty({unit.layout().total()},
                       at::TensorOptions(unit.device()).dtype(unit.compute_dtype()));
-  wait_for(unit, "Gathering", gather(unit, whole, in_group && part.reshard.defined()));
+  served.emplace_back(&unit, gather(unit, whole, in_group && part.reshard.defined()));
+  // A rank that waited here for one gather would keep those waiting that reduce first. Nobody
+  // announces this one before the one that is waited for has begun everywhere.
+  wait_for_served(gathers_announced);
+}
+
+void Fsdp::Impl::wait_for_served(std::size_t most_left) {
+  while (served.size() > most_left) {
+    const auto [unit, collective] = std::move(served.front());
+    served.pop_front();
+    wait_for(*unit, "Gathering", collective);
+  }
 }
 
 void Fsdp::Impl::join_backward() {
@@ -473,6 +485,7 @@ void Fsdp::Impl::join_backward() {
   using Others = ControlFlow::Others;
   const Others others = control_flow->join(reduces && gradients->keeps(all_parameters()),
                                            [&](const ControlFlow::Step& step) { serve(step); });
+  wait_for_served(0);
   if (others == Others::none) return;
   // No rank's backward met a unit, and gradients of micro-batches before wait on one.
   if (others == Others::keep) gradients->give_all_kept();

@@ -7,10 +7,12 @@
 
 #include <c10/core/Event.h>
 
+#include <deque>
 #include <functional>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace accelerate::parallel {
@@ -54,6 +56,10 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   std::unordered_map<const void*, at::Tensor> leaf_of;
   std::unordered_map<const void*, std::pair<std::size_t, std::size_t>> place_of;  // by leaf
   std::optional<Reduction> under_way;
+  // Gathers that this rank joined in without a backward of its own, the oldest first, and how many
+  // of them may be under way.
+  std::deque<std::pair<const intercept::Unit*, ControlFlow::Handle>> served;
+  std::size_t gathers_announced = 0;
   bool reduces = true;            // the backward of the last forward
   bool expects_backward = false;  // since a forward with gradients none has ended
   bool has_reduced = false;       // a backward since the last step
@@ -81,6 +87,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   // Takes part in the backward pass of other ranks, where this rank's met no unit.
   void join_backward();
   void serve(const ControlFlow::Step& step);
+  void wait_for_served(std::size_t most_left);
   intercept::ParameterSet all_parameters() const;
   void finish_reduction();
   void wait_for_copies() const;
