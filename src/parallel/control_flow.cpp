@@ -520,18 +520,30 @@ bool ControlFlow::look_at_others(std::int64_t round, bool keeps, Next& next) {
   return !open;
 }
 
-ControlFlow::Others ControlFlow::join(bool keeps, const std::function<void(const Step&)>& serve) {
+ControlFlow::Others ControlFlow::join(bool keeps, const Follower& follower) {
   if (!board_) return keeps ? Others::keep : Others::none;
   const std::int64_t round = count(Event::end_of_backward);
   announce_end(keeps ? How::joined_with_gradients : How::joined);
   Next next;
   while (true) {
-    wait_until([&] { return look_at_others(round, keeps, next); },
-               {"has no part in this backward pass", Event::end_of_backward, -1});
-    if (!next.step) return next.others;
-    serve(*next.step);
+    bool finishes = false;
+    wait_until(
+        [&] {
+          finishes = follower.can_finish();
+          return finishes || look_at_others(round, keeps, next);
+        },
+        {"has no part in this backward pass", Event::end_of_backward, -1});
+    if (finishes) {
+      follower.finish();
+    } else if (next.step) {
+      follower.serve(*next.step);
+    } else {
+      return next.others;
+    }
   }
 }
+
+bool ControlFlow::has_started(const Handle& ticket) { return ticket->started; }
 
 // Starts what is agreed on while this rank computes, and carries the board between machines.
 void ControlFlow::watch() {

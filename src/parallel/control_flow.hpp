@@ -69,12 +69,15 @@ class ControlFlow {
   /// Returns the collective when it has been started. Throws ShardingError when the ranks differ or
   /// one of them has failed, PeerLostError when one has gone, and TimeoutError.
   comm::Work wait(const Handle& ticket);
+  /// Whether every rank has announced it, so that nobody is waited for any more.
+  static bool has_started(const Handle& ticket);
 
-  /// Tells the other ranks that this one cannot go on, and why ("rank 1 failed in its backward pass:
-  /// ..."). One that waits for this rank, or comes to wait, throws a ShardingError with these words;
-  /// one that gets through its pass without this rank does so at its next step. To be called from
-  /// any thread when an error leaves a pass on this rank. Does not wait. Of several calls before the
-  /// next pass the first counts.
+  /// Tells the other ranks that this one cannot go on, and why ("rank 1 failed in its backward
+  /// pass:
+  /// ..."). One that waits for this rank, or comes to wait, throws a ShardingError with these
+  /// words; one that gets through its pass without this rank does so at its next step. To be called
+  /// from any thread when an error leaves a pass on this rank. Does not wait. Of several calls
+  /// before the next pass the first counts.
   void fail(const std::string& message);
   /// To be called when a pass begins. After a failure that this rank has met it waits until every
   /// rank has met it and come here, forgets what was announced and not started, and returns true.
@@ -88,11 +91,19 @@ class ControlFlow {
   /// This rank's backward pass is over. Returns whether another rank had none and joined in, which
   /// every rank learns from the collectives that it waited for in the pass.
   bool end_backward();
-  /// For a rank whose backward pass met no unit: follows the others through theirs. `serve` is
-  /// called for each collective that they announce, and announces the same. Returns what the others
-  /// did. With `keeps`, this rank has gradients that wait for a reduction.
+  /// What a rank does that follows the others through their backward pass.
+  struct Follower {
+    /// Announces what the others have announced. Must not wait for it: another rank may be about to
+    /// announce something else first.
+    std::function<void(const Step&)> serve;
+    /// Whether something that was served can be ended, and ends it.
+    std::function<bool()> can_finish;
+    std::function<void()> finish;
+  };
+  /// For a rank whose backward pass met no unit: follows the others through theirs. Returns what
+  /// they did. With `keeps`, this rank has gradients that wait for a reduction.
   enum class Others { none, passed, keep };
-  Others join(bool keeps, const std::function<void(const Step&)>& serve);
+  Others join(bool keeps, const Follower& follower);
 
  private:
   enum class How : std::int64_t { ended = 1, joined = 2, joined_with_gradients = 3 };

@@ -483,8 +483,11 @@ void Fsdp::Impl::wait_for_served(std::size_t most_left) {
 void Fsdp::Impl::join_backward() {
   const Quiet quiet;
   using Others = ControlFlow::Others;
-  const Others others = control_flow->join(reduces && gradients->keeps(all_parameters()),
-                                           [&](const ControlFlow::Step& step) { serve(step); });
+  const Others others = control_flow->join(
+      reduces && gradients->keeps(all_parameters()),
+      {.serve = [&](const ControlFlow::Step& step) { serve(step); },
+       .can_finish = [&] { return under_way && ControlFlow::has_started(under_way->scatter); },
+       .finish = [&] { finish_reduction(); }});
   wait_for_served(0);
   if (others == Others::none) return;
   // No rank's backward met a unit, and gradients of micro-batches before wait on one.
