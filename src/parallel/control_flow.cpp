@@ -301,9 +301,10 @@ void ControlFlow::time_out(const Wait& wait) {
       late.empty() ? std::string("the others") : text::concat("rank ", text::join(late));
   board_->post(
       epoch_,
-      text::concat("T", "Rank ", world_rank(group_.rank()), " ", wait.what, " and waited ",
-                   std::chrono::duration_cast<std::chrono::seconds>(group_.timeout()).count(),
-                   " s for ", who,
+      text::concat("T", "Rank ", world_rank(group_.rank()), " ", wait.what,
+                   " and waited longer than the timeout of ",
+                   text::format_seconds(std::chrono::duration<double>(group_.timeout()).count()),
+                   " for ", who,
                    " to do so too. Every rank must run the same modules in the "
                    "same order."));
   raise();
