@@ -89,9 +89,9 @@ class Strategy {
   /// example those of a forward that went around the prepared module and so were never reduced.
   virtual void check_gradients(const std::vector<at::Tensor>& leaves);
   /// Called after it stepped.
-  virtual void after_step(const std::vector<at::Tensor>& leaves) {}
+  virtual void after_step(const std::vector<at::Tensor>& /*leaves*/) {}
   /// Called before it clears its gradients, which may be between a forward and its backward.
-  virtual void before_zero_grad(const std::vector<at::Tensor>& leaves) {}
+  virtual void before_zero_grad(const std::vector<at::Tensor>& /*leaves*/) {}
 
   /// The p-norm of all gradients, over all ranks. p may be infinity.
   virtual at::Tensor grad_norm(double p) const;
