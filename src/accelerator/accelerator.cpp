@@ -106,10 +106,90 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
 
 Accelerator::~Accelerator() = default;
 
-detail::Prepared Accelerator::prepared() const {
+namespace {
+
+template <class T>
+std::vector<std::shared_ptr<T>> locked(const std::vector<std::weak_ptr<T>>& all) {
+  std::vector<std::shared_ptr<T>> alive;
+  for (const auto& each : all) {
+    if (auto one = each.lock()) alive.push_back(std::move(one));
+  }
+  return alive;
+}
+
+// They have a parameter or buffer in common, or none. An address alone may be that of another
+// module, which has come to lie where one was.
+bool share_tensors(const ModuleRecord& a, const ModuleRecord& b) {
+  const auto all = [](const ModuleRecord& record) {
+    auto tensors = record.parameters();
+    tensors.insert(tensors.end(), record.buffers().begin(), record.buffers().end());
+    return tensors;
+  };
+  const auto first = all(a), second = all(b);
+  return first.empty() == second.empty() &&
+         (first.empty() || std::any_of(second.begin(), second.end(), [&](const NamedTensor& own) {
+            return std::any_of(first.begin(), first.end(), [&](const NamedTensor& other) {
+              return own.tensor.is_same(other.tensor);
+            });
+          }));
+}
+
+// For an optimizer, which keeps the whole of what was prepared.
+std::shared_ptr<parallel::Strategy> whole(const std::shared_ptr<detail::PreparedModuleCore>& core) {
+  return {core, core->strategy.get()};
+}
+
+// On several processes, of a module that was prepared where there was nothing to train.
+class Evaluated final : public parallel::Strategy {
+ public:
+  using Strategy::Strategy;
+
+  void check_gradients(const std::vector<at::Tensor>& leaves) override {
+    for (const auto& [name, parameter] : module_.parameters()) {
+      const auto is_it = [&own = parameter](const at::Tensor& leaf) { return leaf.is_same(own); };
+      if (!parameter.grad().defined() || std::none_of(leaves.begin(), leaves.end(), is_it))
+        continue;
+      throw StateError(text::concat(
+          "The optimizer was asked to step on a gradient of '", name,
+          "', which is not averaged over the processes: its module was prepared for evaluation, or "
+          "when all its parameters were frozen. Give it to prepare() once its parameters require "
+          "gradients."));
+    }
+  }
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<detail::PreparedModuleCore>> Accelerator::modules() const {
+  return locked(modules_);
+}
+
+std::vector<std::shared_ptr<OptimizerCore>> Accelerator::optimizers() const {
+  auto alive = locked(optimizers_);
+  std::erase_if(alive, [](const auto& optimizer) { return !optimizer->is_alive(); });
+  return alive;
+}
+
+void Accelerator::prune() {
+  std::erase_if(kept_, [](const auto& core) {
+    const std::size_t own = core->before != nullptr ? 2 : 1;
+    return core.use_count() == 1 && core->strategy->module().owners() <= own;
+  });
+  std::erase_if(modules_, [](const auto& core) { return core.expired(); });
+  std::erase_if(optimizers_, [](const auto& core) { return core.expired(); });
+  std::erase_if(schedulers_, [](const auto& entry) { return entry.second.expired(); });
+}
+
+detail::Prepared Accelerator::prepared() {
+  prune();
   detail::Prepared all;
-  for (const ModuleEntry& entry : modules_) all.modules.push_back(entry.core->strategy);
-  all.optimizers = optimizers_;
+  for (const auto& core : modules()) {
+    if (core->strategy->is_restored()) continue;
+    core->strategy->follow_module();
+    all.modules.push_back(core->strategy);
+  }
+  all.optimizers = optimizers();
+  for (const auto& optimizer : all.optimizers) optimizer->follow_groups();
   all.scaler = scaler_;
   all.gradients = gradient_state_.get();
   all.strategy = to_string(strategy_);
@@ -119,13 +199,26 @@ detail::Prepared Accelerator::prepared() const {
 std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record,
                                                                       const void* identity,
                                                                       bool evaluation_mode) {
+  const bool trained =
+      !evaluation_mode &&
+      std::any_of(record.parameters().begin(), record.parameters().end(),
+                  [](const NamedTensor& entry) { return entry.tensor.requires_grad(); });
+  std::shared_ptr<detail::PreparedModuleCore> core;
   std::shared_ptr<detail::PreparedModuleCore> ended;  // by restore()
-  for (ModuleEntry& entry : modules_) {
-    if (entry.identity != identity || !(entry.trained || evaluation_mode)) continue;
-    if (!entry.core->strategy->is_restored()) return entry.core;
-    ended = entry.core;
+  for (const auto& known : modules()) {
+    if (known->identity != identity || !share_tensors(known->strategy->module(), record)) continue;
+    if (known->strategy->is_restored()) {
+      if (known->trained && trained) ended = known;
+      continue;
+    }
+    if (known->trained || !trained) return known;
+    core = known;  // for evaluation, and now to be trained too
   }
-  std::erase_if(modules_, [&](const ModuleEntry& entry) { return entry.core == ended; });
+  if (ended != nullptr) {
+    std::erase(kept_, ended);
+    std::erase_if(modules_, [&](const auto& known) { return known.lock() == ended; });
+  }
+  prune();
   for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
     for (const auto& [name, tensor] : *tensors) {
       if (!intercept::is_tagged(tensor)) continue;
@@ -137,7 +230,6 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
           "then."));
     }
   }
-  const auto trainable = [](const NamedTensor& entry) { return entry.tensor.requires_grad(); };
   const auto elsewhere = [&](const NamedTensor& entry) {
     return entry.tensor.device() != device();
   };
@@ -154,9 +246,6 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
     break;
   }
 
-  auto core = std::make_shared<detail::PreparedModuleCore>();
-  const bool trained = !evaluation_mode && std::any_of(record.parameters().begin(),
-                                                       record.parameters().end(), trainable);
   if (trained && strategy_ == StrategyKind::automatic) {
     const StrategyChoice choice = choose_strategy(
         strategy_facts(record, device(), state_->topology().local_world_size, world()));
@@ -164,28 +253,48 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
     strategy_ = choice.kind;
     set_stage(strategy_, fsdp_);
   }
-  core->strategy = make_strategy(trained ? strategy_ : StrategyKind::single, std::move(record),
-                                 world(), ddp_, fsdp_);
-  core->gradient_state = gradient_state_;
-  core->device = device();
-  core->mixed_precision = mixed_precision_;
+  std::shared_ptr<parallel::Strategy> strategy;
+  if (trained) {
+    strategy = make_strategy(strategy_, std::move(record), world(), ddp_, fsdp_);
+  } else if (num_processes() > 1) {
+    strategy = std::make_shared<Evaluated>(std::move(record));
+  } else {
+    strategy = std::make_shared<parallel::Strategy>(std::move(record));
+  }
+  if (core == nullptr) {
+    core = std::make_shared<detail::PreparedModuleCore>();
+    core->identity = identity;
+    core->gradient_state = gradient_state_;
+    core->device = device();
+    core->mixed_precision = mixed_precision_;
+    core->autocast = options_.autocast();
+    modules_.push_back(core);
+  } else {
+    for (const auto& optimizer : optimizers()) optimizer->unlink(*core->strategy);
+  }
+  core->strategy = std::move(strategy);
+  core->trained = trained;
+  core->before = ended != nullptr ? ended->strategy : nullptr;
   if (trained) core->output_dtype = fsdp_.mixed_precision().output_dtype;
-  core->autocast = options_.autocast();
-  modules_.push_back({identity, core, trained});
-  for (const auto& optimizer : optimizers_) {
-    if (ended != nullptr && optimizer->relink(*ended->strategy, core->strategy)) {
-      modules_.back().has_optimizer = true;
-    } else {
-      link(optimizer, core);
+  if (core->strategy->owns_leaves()) kept_.push_back(core);
+  for (const auto& optimizer : optimizers()) {
+    for (const auto& other : modules()) {
+      if (trained && !other->trained &&
+          share_tensors(other->strategy->module(), core->strategy->module()))
+        optimizer->unlink(*other->strategy);
     }
+    link(optimizer, core);
   }
   return core;
 }
 
 std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
     std::shared_ptr<torch::optim::Optimizer> optimizer) {
-  for (const auto& known : optimizers_) {
-    if (&known->optimizer() == optimizer.get()) return known;
+  prune();
+  if (optimizer != nullptr) {
+    for (const auto& known : optimizers()) {
+      if (known->is_of(*optimizer)) return known;
+    }
   }
   if (deepspeed_ &&
       deepspeed_->optimizer_offload.device == parallel::DeepSpeedOffload::Device::nvme) {
@@ -201,12 +310,22 @@ std::shared_ptr<OptimizerCore> Accelerator::adapt_optimizer(
   auto core = std::make_shared<OptimizerCore>(std::move(optimizer), gradient_state_, scaler_);
   if (deepspeed_) core->set_max_norm(deepspeed_->gradient_clipping);
   optimizers_.push_back(core);
-  for (const ModuleEntry& entry : modules_) link(core, entry.core);
+  for (const auto& module : modules()) link(core, module);
   return core;
 }
 
 void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
                        const std::shared_ptr<detail::PreparedModuleCore>& module) {
+  if (module->strategy->is_restored()) return;
+  if (!module->trained) {
+    // To be watched over, unless there is nothing to average, or a module that has it as a part is
+    // trained.
+    if (num_processes() == 1) return;
+    for (const auto& other : modules()) {
+      if (other->trained && share_tensors(other->strategy->module(), module->strategy->module()))
+        return;
+    }
+  }
   const bool cut = num_processes() > 1 && module->strategy->owns_leaves() &&
                    fsdp_.sharding_strategy() != ShardingStrategy::no_shard;
   if (cut && dynamic_cast<torch::optim::LBFGS*>(&optimizer->optimizer()) != nullptr) {
@@ -220,16 +339,16 @@ void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
           "it, or another optimizer."));
     }
   }
-  if (!optimizer->link(module->strategy)) return;
-  for (ModuleEntry& entry : modules_) entry.has_optimizer |= entry.core == module;
+  if (module->before != nullptr && optimizer->relink(*module->before, whole(module))) return;
+  optimizer->link(whole(module));
 }
 
 std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(
-    const torch::optim::Optimizer* optimizer) const {
+    const torch::optim::Optimizer* optimizer, std::shared_ptr<const void> scheduler) {
   // LibTorch's schedulers do not say which optimizer they drive; those follow all of them.
   std::vector<std::shared_ptr<OptimizerCore>> followed;
-  for (const auto& known : optimizers_) {
-    if (optimizer == nullptr || &known->optimizer() == optimizer) followed.push_back(known);
+  for (const auto& known : optimizers()) {
+    if (optimizer == nullptr || known->is_of(*optimizer)) followed.push_back(known);
   }
   if (followed.empty()) {
     throw StateError(text::concat(
@@ -239,13 +358,29 @@ std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(
         ", so the scheduler cannot follow its steps. Give the optimizer to prepare() too, before "
         "or together with the scheduler."));
   }
-  return std::make_shared<SchedulerCore>(
-      gradient_state_, std::move(followed),
-      SchedulerOptions()
-          .step_with_optimizer(options_.step_scheduler_with_optimizer())
-          .split_batches(options_.dataloader().split_batches())
-          .per_process_steps(options_.per_process_scheduler_steps())
-          .num_processes(num_processes()));
+  prune();
+  for (const auto& [identity, known] : schedulers_) {
+    // At the address of one that is gone another drives another optimizer.
+    const auto core = known.lock();
+    if (identity == scheduler.get() && core->optimizers() == followed) return core;
+  }
+  const auto options = SchedulerOptions()
+                           .step_with_optimizer(options_.step_scheduler_with_optimizer())
+                           .split_batches(options_.dataloader().split_batches())
+                           .per_process_steps(options_.per_process_scheduler_steps())
+                           .num_processes(num_processes());
+  if (options.step_with_optimizer() && options.per_process_steps() && !options.split_batches() &&
+      num_processes() > 1) {
+    log::info(text::concat(
+        "The scheduler advances by ", num_processes(),
+        " steps for each optimizer step, one for each process, as in Python Accelerate: its length "
+        "is to be counted in batches of one process. To count optimizer steps, set "
+        "AcceleratorOptions::per_process_scheduler_steps(false)."));
+  }
+  auto core = std::make_shared<SchedulerCore>(gradient_state_, std::move(followed), options);
+  schedulers_.emplace_back(scheduler.get(), core);
+  core->keep(std::move(scheduler));
+  return core;
 }
 
 void Accelerator::backward(const at::Tensor& loss) {
@@ -305,20 +440,42 @@ void Accelerator::run_backward(const at::Tensor& loss) {
         "NoGradGuard."));
   }
   BackwardScope scope;
-  for (ModuleEntry& entry : modules_) scope.begin(entry.core);
-  (scaler_ ? scaler_->scale(loss) : loss).backward();
-  scope.end();
+  for (const auto& module : modules()) scope.begin(module);
+  try {
+    (scaler_ ? scaler_->scale(loss) : loss).backward();
+    scope.end();
+  } catch (...) {
+    for (const auto& optimizer : optimizers()) optimizer->note_failed_backward();
+    throw;
+  }
+  if (gradient_state_->sync_gradients()) return;
+  for (const auto& optimizer : optimizers()) optimizer->note_own_step();
 }
 
-void Accelerator::require_prepared_optimizers() const {
+void Accelerator::require_prepared_optimizers() {
+  const auto present = optimizers();
+  for (const auto& optimizer : present) {
+    optimizer->check_own_step();
+    optimizer->follow_groups();
+  }
   // A bare optimizer would step on scaled or partial gradients, or on none where the parameters are
   // sharded. In the plain case it is harmless.
   const bool partial = scaler_ || gradient_state_->num_steps() > 1;
-  const bool stranger =
-      std::any_of(optimizers_.begin(), optimizers_.end(),
-                  [](const auto& optimizer) { return optimizer->strategies().empty(); });
-  for (const ModuleEntry& entry : modules_) {
-    if (!entry.core->used_since_backward || !entry.trained || entry.has_optimizer) continue;
+  const bool stranger = std::any_of(present.begin(), present.end(), [](const auto& optimizer) {
+    return optimizer->strategies().empty();
+  });
+  for (const auto& module : modules()) {
+    if (!module->used_since_backward || !module->trained) continue;
+    const auto steps_it = [&](const auto& optimizer) {
+      const auto& all = optimizer->strategies();
+      return std::any_of(all.begin(), all.end(), [&](const auto& strategy) {
+        return strategy.get() == module->strategy.get();
+      });
+    };
+    if (std::any_of(present.begin(), present.end(), steps_it)) continue;
+    for (const auto& optimizer : locked(optimizers_)) {
+      if (steps_it(optimizer)) optimizer->require_alive();
+    }
     if (stranger) {
       throw StateError(
           "A prepared optimizer holds no parameter of any prepared module, and a prepared module "
@@ -326,11 +483,11 @@ void Accelerator::require_prepared_optimizers() const {
           "those of a copy, or of a module before it was replaced. Make it of the parameters of "
           "the module that is given to prepare().");
     }
-    if (!partial && !entry.core->strategy->owns_leaves()) continue;
+    if (!partial && !module->strategy->owns_leaves()) continue;
     throw StateError(
         text::concat("No prepared optimizer holds the parameters of a prepared module, and ",
-                     entry.core->strategy->owns_leaves() ? "those parameters are sharded"
-                     : scaler_                           ? "fp16 gradients are scaled"
+                     module->strategy->owns_leaves() ? "those parameters are sharded"
+                     : scaler_                       ? "fp16 gradients are scaled"
                                : "gradients are accumulated over several micro-batches",
                      ", which an optimizer that was not prepared knows nothing of. Give the "
                      "optimizer to prepare() and use what it "
@@ -339,6 +496,7 @@ void Accelerator::require_prepared_optimizers() const {
 }
 
 bool Accelerator::begin_micro_batch() {
+  for (const auto& optimizer : optimizers()) optimizer->check_own_step();
   gradient_state_->begin_micro_batch();
   return !gradient_state_->reduces_gradients();
 }
@@ -348,7 +506,8 @@ void Accelerator::trigger_sync_in_backward(PreparedModuleBase& module) {
 }
 
 bool Accelerator::optimizer_step_was_skipped() const {
-  return std::any_of(optimizers_.begin(), optimizers_.end(),
+  const auto present = optimizers();
+  return std::any_of(present.begin(), present.end(),
                      [](const auto& optimizer) { return optimizer->step_was_skipped(); });
 }
 
@@ -385,7 +544,7 @@ void Accelerator::join(const std::vector<std::shared_ptr<detail::PreparedModuleC
 }
 
 void Accelerator::unscale_gradients() {
-  for (const auto& optimizer : optimizers_) optimizer->finish_gradients();
+  for (const auto& optimizer : optimizers()) optimizer->finish_gradients();
 }
 
 void Accelerator::require_whole_gradients(const char* operation) const {
@@ -424,13 +583,13 @@ at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameter
   require_limit("clip_grad_norm_()", max_norm);
   require_whole_gradients("clip_grad_norm_()");
   for (const at::Tensor& parameter : parameters) {
-    for (const ModuleEntry& entry : modules_) {
-      const at::Tensor leaf = entry.core->strategy->optimizer_leaf(parameter);
+    for (const auto& module : modules()) {
+      const at::Tensor leaf = module->strategy->optimizer_leaf(parameter);
       if ((leaf.defined() && !leaf.is_same(parameter)) ||
           intercept::is_part_of_gradient(parameter.grad())) {
         throw StateError(text::concat(
             "clip_grad_norm_() was given parameters of a module under the strategy \"",
-            entry.core->strategy->name(),
+            module->strategy->name(),
             "\", whose gradients are spread over the ranks. Give it the prepared module instead."));
       }
     }
@@ -553,6 +712,8 @@ void Accelerator::free_memory() {
   checkpointing_->forget_prepared();
   modules_.clear();
   optimizers_.clear();
+  schedulers_.clear();
+  kept_.clear();
   gradient_state_->set_step(0);
   if (!device().is_cpu()) at::accelerator::emptyCache();
 }

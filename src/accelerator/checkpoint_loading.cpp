@@ -176,9 +176,10 @@ struct Checkpointing::IncomingRandom {
 };
 
 struct Checkpointing::Incoming {
+  std::vector<std::shared_ptr<data::LoaderCore>> present;  // the loaders here
   std::vector<checkpoints::IncomingOptimizerState> optimizers;
   // By their places here.
-  std::map<std::size_t, Json> loaders, schedulers, objects;
+  std::map<std::size_t, Json> loaders, schedulers, paces, objects;
   std::map<std::size_t, std::vector<NamedTensor>> tensor_objects;
   std::optional<Json> scaler;
   IncomingRandom random;
@@ -252,6 +253,7 @@ void Checkpointing::read_parts(checkpoints::Load& load, bool strict, Incoming& i
   };
 
   const auto scheduler_types = types_of("scheduler_types");
+  const auto paces = about.value("scheduler_paces", std::vector<Json>());
   for (std::size_t i = 0; i < schedulers_.size(); ++i) {
     const bool there = i < saved_count("schedulers");
     const bool known = there && i < scheduler_types.size();
@@ -266,6 +268,7 @@ void Checkpointing::read_parts(checkpoints::Load& load, bool strict, Incoming& i
       incoming.left.push_back(text::concat("scheduler ", i, " (", schedulers_[i].type, ")"));
     } else {
       incoming.schedulers.emplace(i, json(numbered("scheduler", i)));
+      if (i < paces.size()) incoming.paces.emplace(i, paces[i]);
     }
   }
   for (std::size_t i = incoming.schedulers.size(); i < saved_count("schedulers"); ++i)
@@ -276,26 +279,26 @@ void Checkpointing::read_parts(checkpoints::Load& load, bool strict, Incoming& i
   for (std::size_t i = 0; i < saved_count("loaders"); ++i)
     saved_loaders.push_back(own_state(json(numbered("sampler", i)), group_, path));
   std::vector<bool> taken(saved_loaders.size());
-  for (std::size_t i = 0; i < loaders_.size(); ++i) {
+  for (std::size_t i = 0; i < incoming.present.size(); ++i) {
     std::size_t at = i;
     if (!strict) {
       const auto fits = [&](std::size_t j) {
         return j < saved_loaders.size() && !taken[j] &&
-               saved_loaders[j].at("loader") == loaders_[i]->name();
+               saved_loaders[j].at("loader") == incoming.present[i]->name();
       };
       for (std::size_t j = 0; j < saved_loaders.size() && !fits(at); ++j) at = j;
       if (!fits(at)) at = saved_loaders.size();
     }
     if (at >= saved_loaders.size()) {
-      incoming.left.push_back(text::concat("loader ", i, " ('", loaders_[i]->name(), "')"));
+      incoming.left.push_back(text::concat("loader ", i, " ('", incoming.present[i]->name(), "')"));
       continue;
     }
     try {
-      loaders_[i]->check_state_dict(saved_loaders[at]);
+      incoming.present[i]->check_state_dict(saved_loaders[at]);
     } catch (const DataError& error) {
       if (strict) throw;
       incoming.left.push_back(
-          text::concat("loader ", i, " ('", loaders_[i]->name(), "': ", error.what(), ")"));
+          text::concat("loader ", i, " ('", incoming.present[i]->name(), "': ", error.what(), ")"));
       continue;
     }
     taken[at] = true;
@@ -334,8 +337,9 @@ void Checkpointing::read_parts(checkpoints::Load& load, bool strict, Incoming& i
 
 Checkpointing::Incoming Checkpointing::read(checkpoints::Load& load,
                                             const LoadStateOptions& options,
-                                            const Prepared& prepared) const {
+                                            const Prepared& prepared) {
   Incoming incoming;
+  incoming.present = live_loaders();
   const auto modules = named_modules(prepared);
   const Json& about = load.manifest().about;
   const std::string path = load.folder().string();
@@ -353,7 +357,7 @@ Checkpointing::Incoming Checkpointing::read(checkpoints::Load& load,
   compare("models", "models", modules.size());
   compare("optimizers", "optimizers", prepared.optimizers.size());
   compare("schedulers", "schedulers", schedulers_.size());
-  compare("loaders", "loaders", loaders_.size());
+  compare("loaders", "loaders", incoming.present.size());
   compare("objects", "custom objects", objects_.size());
   for (std::size_t i = 0; i < modules.size(); ++i) {
     const std::string name = numbered("model", i);
@@ -473,6 +477,14 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
           to.load(state);
         };
         for (const auto& [i, state] : incoming.schedulers) give(schedulers_[i], state);
+        const std::int64_t batch = batch_size(incoming.present);
+        for (const auto& [i, pace] : incoming.paces) {
+          const auto scheduler = schedulers_[i].scheduler.lock();
+          undo.add([scheduler, batch, before = scheduler->pace(batch)] {
+            scheduler->continue_pace(before, batch);
+          });
+          scheduler->continue_pace(pace, batch);
+        }
         for (const auto& [i, state] : incoming.objects) give(objects_[i], state);
         for (const auto& [i, tensors] : incoming.tensor_objects) {
           const Stateful& object = objects_[i];
@@ -488,7 +500,7 @@ fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& opt
   }
   together(group_, "loading the tensors of a checkpoint", path, [&] {
     load.read();
-    for (const auto& [i, state] : incoming.loaders) loaders_[i]->load_state_dict(state);
+    for (const auto& [i, state] : incoming.loaders) incoming.present[i]->load_state_dict(state);
     if (incoming.scaler) {
       prepared.scaler->load_state_dict(*incoming.scaler);
     } else if (prepared.scaler) {

@@ -178,4 +178,8 @@ Json own_state(const Json& states, const comm::Group& group, const std::string& 
       path);
 }
 
+std::int64_t batch_size(const std::vector<std::shared_ptr<data::LoaderCore>>& loaders) {
+  return loaders.empty() ? 0 : loaders.front()->total_batch_size();
+}
+
 }  // namespace accelerate::detail

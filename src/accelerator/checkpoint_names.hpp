@@ -39,4 +39,8 @@ std::vector<checkpoints::NamedModule> named_modules(const Prepared& prepared);
 // when those stood at different places and were not as many as there are now.
 Json own_state(const Json& states, const comm::Group& group, const std::string& path);
 
+// Samples of one step on all processes together: of the loader that was prepared first, which by
+// custom is the one to train with; 0 without loaders.
+std::int64_t batch_size(const std::vector<std::shared_ptr<data::LoaderCore>>& loaders);
+
 }  // namespace accelerate::detail

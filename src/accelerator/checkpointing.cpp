@@ -60,28 +60,36 @@ Checkpointing::~Checkpointing() {
   }
 }
 
-namespace {
-
-template <class List, class T>
-bool known(const List& list, const T* identity) {
-  return std::any_of(list.begin(), list.end(),
-                     [&](const auto& one) { return one.identity == identity; });
-}
-
-}  // namespace
-
 void Checkpointing::add_scheduler(Stateful scheduler) {
-  if (!known(schedulers_, scheduler.identity)) schedulers_.push_back(std::move(scheduler));
+  const auto place = std::find_if(schedulers_.begin(), schedulers_.end(), [&](const auto& known) {
+    return known.identity == scheduler.identity;
+  });
+  if (place != schedulers_.end()) {
+    *place = std::move(scheduler);
+  } else {
+    schedulers_.push_back(std::move(scheduler));
+  }
 }
 
-void Checkpointing::add_loader(std::shared_ptr<data::LoaderCore> loader) {
-  if (std::find(loaders_.begin(), loaders_.end(), loader) == loaders_.end())
-    loaders_.push_back(std::move(loader));
+void Checkpointing::add_loader(const std::shared_ptr<data::LoaderCore>& loader) {
+  const auto present = live_loaders();
+  if (std::find(present.begin(), present.end(), loader) == present.end())
+    loaders_.push_back(loader);
+}
+
+std::vector<std::shared_ptr<data::LoaderCore>> Checkpointing::live_loaders() {
+  std::erase_if(schedulers_, [](const Stateful& each) { return each.scheduler.expired(); });
+  std::erase_if(loaders_, [](const auto& each) { return each.expired(); });
+  std::vector<std::shared_ptr<data::LoaderCore>> loaders;
+  for (const auto& each : loaders_) loaders.push_back(each.lock());
+  return loaders;
 }
 
 void Checkpointing::add_object(Stateful object) {
-  if (known(objects_, object.identity))
-    throw StateError("register_for_checkpointing() was given an object that it has already.");
+  for (const Stateful& known : objects_) {
+    if (known.identity == object.identity)
+      throw StateError("register_for_checkpointing() was given an object that it has already.");
+  }
   objects_.push_back(std::move(object));
 }
 
@@ -172,7 +180,8 @@ std::optional<fs::path> Checkpointing::best() const {
   std::string name;
   together(savers_.world, "looking for the best checkpoint", project_.project_dir().string(), [&] {
     if (group_.rank() != 0) return;
-    if (const auto found = best_checkpoint(checkpoints(), project_)) name = found->filename().string();
+    if (const auto found = best_checkpoint(checkpoints(), project_))
+      name = found->filename().string();
   });
   name = group_.broadcast_bytes(name);
   if (name.empty()) return std::nullopt;
@@ -191,6 +200,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
     save->add_file(name + ".json", exact_text(state, name));
   };
   const bool first = group_.rank() == 0;
+  const auto present = live_loaders();
   const auto modules = named_modules(prepared);
   for (std::size_t i = 0; i < prepared.modules.size(); ++i)
     save->add(checkpoints::module_group(*prepared.modules[i], numbered("model", i)));
@@ -204,7 +214,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
   for (const auto& module : prepared.modules) layouts.push_back(module->reduction_layout());
   // Loaders of streams may stand at different places on each process.
   Json loaders = Json::array();
-  for (const auto& loader : loaders_) loaders.push_back(loader->state_dict());
+  for (const auto& loader : present) loaders.push_back(loader->state_dict());
   std::vector<Json> by_process;
   for (const std::string& text : group_.all_gather_bytes(loaders.dump()))
     by_process.push_back(parse_json(text));
@@ -234,26 +244,21 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
       }
     }
     if (!first) return;
-    for (std::size_t i = 0; i < loaders_.size(); ++i) {
+    for (std::size_t i = 0; i < present.size(); ++i) {
       Json states = Json::array();
       for (const Json& process : by_process) states.push_back(process[i]);
       if (std::all_of(states.begin(), states.end(), [&](const Json& s) { return s == states[0]; }))
         states = Json::array({states[0]});
       add_json(numbered("sampler", i), states);
     }
-    for (std::size_t i = 0; i < schedulers_.size(); ++i) {
-      if (!schedulers_[i].save) {
-        throw UnsupportedError(
-            text::concat("The scheduler ", i,
-                         " that was prepared gives no access to its state, so the run could not go "
-                         "on from a checkpoint. Give it state_dict and load_state_dict, or use one "
-                         "of <accelerate/optim/schedules.hpp>."));
-      }
+    for (std::size_t i = 0; i < schedulers_.size(); ++i)
       add_json(numbered("scheduler", i), schedulers_[i].save());
-    }
     if (prepared.scaler) add_json("scaler", prepared.scaler->state_dict());
-    Json types = Json::array();
-    for (const Stateful& scheduler : schedulers_) types.push_back(scheduler.type);
+    Json types = Json::array(), paces = Json::array();
+    for (const Stateful& scheduler : schedulers_) {
+      types.push_back(scheduler.type);
+      paces.push_back(scheduler.scheduler.lock()->pace(batch_size(present)));
+    }
     Json object_types = Json::array();
     for (const Stateful& object : objects_) object_types.push_back(object.type);
     save->set_about({{"world_size", savers_.world.size()},
@@ -266,7 +271,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
                      {"optimizers", prepared.optimizers.size()},
                      {"schedulers", schedulers_.size()},
                      {"scheduler_types", types},
-                     {"loaders", loaders_.size()},
+                     {"scheduler_paces", paces},
+                     {"loaders", present.size()},
                      {"objects", objects_.size()},
                      {"object_types", object_types}});
   });

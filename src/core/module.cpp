@@ -107,22 +107,104 @@ ModuleNode describe(const torch::jit::Module& module, const std::string& name) {
   return node;
 }
 
-}  // namespace
+using Visitor = std::function<bool(const at::Tensor&)>;
 
-ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module) : root_(describe(*module)) {
-  is_training_ = [module] { return module->is_training(); };
-  train_ = [module](bool on) { module->train(on); };
-  to_ = [module](at::Device device) { module->to(device); };
-  collect();
+// LibTorch gives out copies of a module's children and buffers, which cost more than a look at them
+// in every forward may. An explicit instantiation may name private members.
+template <auto kMember, class Tag>
+struct Opened {
+  friend constexpr typename Tag::Member member(Tag) { return kMember; }
+};
+struct Parameters {
+  using Member = torch::OrderedDict<std::string, at::Tensor> torch::nn::Module::*;
+  friend constexpr Member member(Parameters);
+};
+struct Buffers {
+  using Member = torch::OrderedDict<std::string, at::Tensor> torch::nn::Module::*;
+  friend constexpr Member member(Buffers);
+};
+struct Children {
+  using Member =
+      torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> torch::nn::Module::*;
+  friend constexpr Member member(Children);
+};
+template struct Opened<&torch::nn::Module::parameters_, Parameters>;
+template struct Opened<&torch::nn::Module::buffers_, Buffers>;
+template struct Opened<&torch::nn::Module::children_, Children>;
+
+// Every parameter and buffer, until `visitor` returns false. Returns whether it never did.
+bool visit(const torch::nn::Module& module, const Visitor& visitor) {
+  for (const auto& entry : module.*member(Parameters())) {
+    if (!visitor(entry.value())) return false;
+  }
+  for (const auto& entry : module.*member(Buffers())) {
+    if (!visitor(entry.value())) return false;
+  }
+  for (const auto& entry : module.*member(Children())) {
+    if (!visit(*entry.value(), visitor)) return false;
+  }
+  return true;
 }
 
-ModuleRecord::ModuleRecord(torch::jit::Module module)
-    : root_(describe(module, "")), is_torchscript_(true) {
-  // A torch::jit::Module is a handle: the copies held here are the user's own object.
-  is_training_ = [module] { return module.is_training(); };
-  train_ = [module](bool on) mutable { module.train(on); };
-  to_ = [module](at::Device device) mutable { module.to(device); };
+bool visit(const c10::ivalue::Object& module, const Visitor& visitor) {
+  const auto& type = *module.type();
+  for (std::size_t i = 0; i < module.slots().size(); ++i) {
+    const c10::IValue& slot = module.slots()[i];
+    if (slot.isTensor() && (type.is_parameter(i) || type.is_buffer(i))) {
+      if (!visitor(slot.toTensor())) return false;
+    } else if (slot.isObject() && type.getAttribute(i)->is_module()) {
+      if (!visit(slot.toObjectRef(), visitor)) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+ModuleRecord::ModuleRecord(std::shared_ptr<torch::nn::Module> module) {
+  // One owner for all copies, so that others can be told from them.
+  const auto own = std::make_shared<const std::shared_ptr<torch::nn::Module>>(std::move(module));
+  describe_ = [own] { return describe(**own); };
+  visit_ = [own](const Visitor& visitor) { return visit(**own, visitor); };
+  is_training_ = [own] { return (*own)->is_training(); };
+  train_ = [own](bool on) { (*own)->train(on); };
+  to_ = [own](at::Device device) { (*own)->to(device); };
+  owners_ = [own] { return static_cast<std::size_t>(own->use_count()); };
+  refresh();
+}
+
+ModuleRecord::ModuleRecord(torch::jit::Module module) : is_torchscript_(true) {
+  // A torch::jit::Module is a handle: the copy held here is the user's own object.
+  const auto own = std::make_shared<torch::jit::Module>(std::move(module));
+  describe_ = [own] { return describe(*own, ""); };
+  visit_ = [own](const Visitor& visitor) { return visit(*own->_ivalue(), visitor); };
+  is_training_ = [own] { return own->is_training(); };
+  train_ = [own](bool on) { own->train(on); };
+  to_ = [own](at::Device device) { own->to(device); };
+  // Less the one that is asked.
+  owners_ = [own] { return static_cast<std::size_t>(own->_ivalue().use_count() - 1); };
+  refresh();
+}
+
+bool ModuleRecord::is_current() const {
+  std::size_t next = 0;
+  const bool same = visit_([&](const at::Tensor& tensor) {
+    return next < walk_.size() && walk_[next++] == tensor.unsafeGetTensorImpl();
+  });
+  return same && next == walk_.size();
+}
+
+void ModuleRecord::refresh() {
+  root_ = describe_();
+  parameters_.clear();
+  buffers_.clear();
+  tied_.clear();
+  walk_.clear();
   collect();
+  visit_([&](const at::Tensor& tensor) {
+    walk_.push_back(tensor.unsafeGetTensorImpl());
+    return true;
+  });
 }
 
 void ModuleRecord::collect() {

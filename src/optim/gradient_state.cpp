@@ -36,6 +36,8 @@ void GradientState::begin_window_if_ended() noexcept {
 bool GradientState::begin_micro_batch() {
   begin_window_if_ended();
   ++micro_batches_;
+  if (sync_gradients_) first_of_window_ = micro_batch_ + 1;
+  ++micro_batch_;
   if (options_.sync_with_dataloader() && end_of_dataloader()) {
     step_ = 0;
     sync_gradients_ = true;

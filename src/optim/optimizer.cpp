@@ -4,6 +4,9 @@
 #include <accelerate/core/memory_kind.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
+#include "optim/own_step.hpp"
+#include "optim/witness.hpp"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/full_like.h>
@@ -84,14 +87,46 @@ OptimizerCore::OptimizerCore(std::shared_ptr<torch::optim::Optimizer> optimizer,
     : optimizer_(std::move(optimizer)),
       gradients_(std::move(gradients)),
       scaler_(std::move(scaler)),
-      skips_on_device_(dynamic_cast<SkipsOnDevice*>(optimizer_.get())) {
+      skips_on_device_(dynamic_cast<SkipsOnDevice*>(optimizer_.get())),
+      own_step_(std::make_unique<OwnStep>()),
+      used_up_(gradients_->micro_batch()) {
   if (optimizer_ == nullptr)
     throw ConfigError("A null optimizer was given to prepare. Construct it first.");
   if (scaler_ != nullptr && !scaler_->enabled()) scaler_.reset();
   list_each_once(*optimizer_);
+  const bool is_owned = optimizer_.use_count() > 0;
+  if (!is_owned) witness_ = witness_of(*optimizer_);
+  followed_ = parameters();
+}
+
+OptimizerCore::~OptimizerCore() {
+  // Another may come to lie at this address.
+  if (scaler_ != nullptr) scaler_->forget(this);
+}
+
+void OptimizerCore::require_alive() const {
+  if (is_alive()) return;
+  throw StateError(
+      "The optimizer was given to prepare() as an lvalue, which is referenced, and it has been "
+      "destroyed before the prepared optimizer. Where a function makes an optimizer and returns "
+      "what prepare() gives, hand it over: prepare(net, std::move(adam)), or a shared_ptr.");
+}
+
+bool OptimizerCore::is_of(const torch::optim::Optimizer& optimizer) const {
+  if (optimizer_.get() != &optimizer || !is_alive()) return false;
+  const bool is_owned = optimizer_.use_count() > 0;
+  if (is_owned) return true;
+  if (witness_) {
+    const auto witness = known_witness_of(optimizer);
+    return witness && !witness->owner_before(*witness_) && !witness_->owner_before(*witness);
+  }
+  return !followed_.empty() && owns(followed_.front());
 }
 
 bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
+  require_alive();
+  const auto is_same = [&](const auto& known) { return known.lock() == strategy; };
+  if (std::none_of(known_.begin(), known_.end(), is_same)) known_.emplace_back(strategy);
   std::vector<at::Tensor> leaves;
   auto& state = optimizer_->state();
   for_each_parameter(*optimizer_, [&](at::Tensor& parameter) {
@@ -113,23 +148,49 @@ bool OptimizerCore::link(std::shared_ptr<parallel::Strategy> strategy) {
     }
     parameter = leaf;
   });
+  followed_ = parameters();
   if (leaves.empty()) return false;
   const auto known = std::find(strategies_.begin(), strategies_.end(), strategy);
   if (known == strategies_.end()) {
     strategies_.push_back(std::move(strategy));
     leaves_.push_back(std::move(leaves));
   } else {
-    auto& of_it = leaves_[static_cast<std::size_t>(known - strategies_.begin())];
-    of_it.insert(of_it.end(), leaves.begin(), leaves.end());
+    leaves_[static_cast<std::size_t>(known - strategies_.begin())] = std::move(leaves);
   }
   return true;
 }
 
+void OptimizerCore::unlink(const parallel::Strategy& strategy) {
+  const auto linked = std::find_if(strategies_.begin(), strategies_.end(),
+                                   [&](const auto& each) { return each.get() == &strategy; });
+  if (linked != strategies_.end()) {
+    leaves_.erase(leaves_.begin() + (linked - strategies_.begin()));
+    strategies_.erase(linked);
+  }
+  std::erase_if(known_, [&](const auto& each) {
+    const auto known = each.lock();
+    return known == nullptr || known.get() == &strategy;
+  });
+}
+
+void OptimizerCore::follow_groups() {
+  std::size_t next = 0;
+  bool same = true;
+  for_each_parameter(*optimizer_, [&](const at::Tensor& parameter) {
+    same = same && next < followed_.size() && followed_[next].is_same(parameter);
+    ++next;
+  });
+  if (same && next == followed_.size()) return;
+  for (const auto& known : std::vector(known_)) {
+    if (auto strategy = known.lock()) link(std::move(strategy));
+  }
+  followed_.clear();  // so that what is refused now is refused again
+  list_each_once(*optimizer_);
+  followed_ = parameters();
+}
+
 bool OptimizerCore::relink(const parallel::Strategy& ended,
                            std::shared_ptr<parallel::Strategy> strategy) {
-  const auto known = std::find_if(strategies_.begin(), strategies_.end(),
-                                  [&](const auto& each) { return each.get() == &ended; });
-  if (known == strategies_.end()) return false;
   std::vector<at::Tensor> leaves;
   auto& state = optimizer_->state();
   for (const auto& [name, parameter] : strategy->module().parameters()) {
@@ -154,13 +215,20 @@ bool OptimizerCore::relink(const parallel::Strategy& ended,
     state.erase(found);
     state[now.unsafeGetTensorImpl()] = std::move(moved);
   }
-  leaves_[static_cast<std::size_t>(known - strategies_.begin())] = std::move(leaves);
-  *known = std::move(strategy);
+  if (leaves.empty()) return false;
+  unlink(ended);
+  known_.emplace_back(strategy);
+  strategies_.push_back(std::move(strategy));
+  leaves_.push_back(std::move(leaves));
+  followed_ = parameters();
   return true;
 }
 
 at::Tensor OptimizerCore::step(const Closure& closure) {
+  require_alive();
+  check_own_step();
   if (!gradients_->sync_gradients()) return {};
+  follow_groups();
   if (scaler_ != nullptr && closure) {
     throw UnsupportedError(
         "optimizer.step was given a closure under a gradient scaler (mixed precision fp16): each "
@@ -171,17 +239,26 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   at::Tensor result;
   const MemoryKindScope kind(MemoryKind::optimizer_state);
   if (closure) {
-    result = optimizer_->step([&] {
-      const MemoryKindScope its_own(MemoryKind::other);
-      at::Tensor loss = closure();
-      ready_gradients();
-      return loss;
-    });
+    in_closure_ = true;
+    try {
+      result = optimizer_->step([&] {
+        const MemoryKindScope its_own(MemoryKind::other);
+        at::Tensor loss = closure();
+        ready_gradients();
+        return loss;
+      });
+    } catch (...) {
+      in_closure_ = false;
+      throw;
+    }
+    in_closure_ = false;
   } else {
     ready_gradients();
     result = scaler_ != nullptr ? step_scaled() : optimizer_->step();
   }
   ++steps_;
+  used_up_ = gradients_->micro_batch();
+  partial_ = false;
   gradients_->end_window();
   for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->after_step(leaves_[i]);
   return result;
@@ -201,7 +278,7 @@ void OptimizerCore::ready_gradients() {
 }
 
 at::Tensor OptimizerCore::step_scaled() {
-  const void* key = optimizer_.get();
+  const void* key = this;
   scaler_->mark_stepped(key);
   const at::Tensor found_inf = scaler_->found_inf(key);
   at::Tensor result;
@@ -219,8 +296,7 @@ at::Tensor OptimizerCore::step_scaled() {
 }
 
 void OptimizerCore::finish_gradients() {
-  if (scaler_ != nullptr && !scaler_->unscaled(optimizer_.get()))
-    scaler_->unscale_(optimizer_.get(), parameters());
+  if (scaler_ != nullptr && !scaler_->unscaled(this)) scaler_->unscale_(this, parameters());
   if (!gradients_->normalises() || normalised_window_ == gradients_->window()) return;
   normalised_window_ = gradients_->window();
 
@@ -242,7 +318,41 @@ void OptimizerCore::finish_gradients() {
 }
 
 void OptimizerCore::zero_grad(bool set_to_none) {
+  require_alive();
+  check_own_step();
   if (!gradients_->sync_gradients()) return;
+  if (partial_ || !gradients_->has_earlier_micro_batches(used_up_))
+    return clear_gradients(set_to_none);
+  if (in_closure_) {
+    throw StateError(
+        "zero_grad() was called inside the closure of step() while gradients of earlier "
+        "micro-batches of the accumulation window wait for that step. A closure runs the whole "
+        "step: use it without accumulation.");
+  }
+  log::warning_once(
+      "zero_grad() was called in the last micro-batch of an accumulation window, before step(). "
+      "The gradients of the window's earlier micro-batches are kept for that step. To leave them "
+      "out, call discard_gradients() on the prepared optimizer.");
+}
+
+void OptimizerCore::discard_gradients() {
+  require_alive();
+  check_own_step();
+  clear_gradients(/*set_to_none=*/true);
+}
+
+void OptimizerCore::note_own_step() { own_step_->note(optimizer()); }
+
+void OptimizerCore::check_own_step() {
+  if (!own_step_->happened(optimizer())) return;
+  throw StateError(
+      "The optimizer's own step() was called inside an accumulation window, on gradients of some "
+      "micro-batches that are not averaged over the processes. prepare() returned the optimizer "
+      "to step and to clear: call step() and zero_grad() of that, as in `auto [model, optimizer] "
+      "= accelerator.prepare(net, adam)`, where adam.step() is not to be called any more.");
+}
+
+void OptimizerCore::clear_gradients(bool set_to_none) {
   for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->before_zero_grad(leaves_[i]);
   // torch's own zero_grad detaches the gradients in place, which views into a DDP bucket forbid.
   for (auto& group : optimizer_->param_groups()) {
@@ -258,7 +368,9 @@ void OptimizerCore::zero_grad(bool set_to_none) {
       gradient.zero_();
     }
   }
-  if (scaler_ != nullptr) scaler_->forget(optimizer_.get());
+  if (scaler_ != nullptr) scaler_->forget(this);
+  used_up_ = gradients_->micro_batch();
+  partial_ = false;
   gradients_->end_window();
 }
 
@@ -268,7 +380,7 @@ bool OptimizerCore::step_was_skipped() const {
 
 std::vector<at::Tensor> OptimizerCore::parameters() const {
   std::vector<at::Tensor> found;
-  for_each_parameter(*optimizer_, [&](const at::Tensor& parameter) { found.push_back(parameter); });
+  for_each_parameter(optimizer(), [&](const at::Tensor& parameter) { found.push_back(parameter); });
   return found;
 }
 
@@ -290,12 +402,12 @@ bool OptimizerCore::has_gradients() const {
 
 std::vector<double> OptimizerCore::learning_rates() const {
   std::vector<double> rates;
-  for (const auto& group : optimizer_->param_groups()) rates.push_back(group.options().get_lr());
+  for (const auto& group : optimizer().param_groups()) rates.push_back(group.options().get_lr());
   return rates;
 }
 
 void OptimizerCore::set_learning_rates(const std::vector<double>& rates) {
-  auto& groups = optimizer_->param_groups();
+  auto& groups = optimizer().param_groups();
   if (rates.size() != groups.size()) {
     throw ConfigError(text::concat(rates.size(),
                                    " learning rates were given for an optimizer with ",

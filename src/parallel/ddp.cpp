@@ -10,6 +10,7 @@
 #include "parallel/consistency.hpp"
 
 #include <ATen/Functions.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -17,6 +18,7 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -32,7 +34,26 @@ constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
 // run would find that out in its first step, and until then add in another order.
 class Buckets final : public c10d::Reducer {
  public:
-  using Reducer::Reducer;
+  template <class... Arguments>
+  explicit Buckets(Arguments&&... arguments) : Reducer(std::forward<Arguments>(arguments)...) {
+    // Otherwise it tells its logger when the set of unused parameters first changes. It has none,
+    // and does not ask.
+    ddp_graph_static_ = false;
+  }
+
+  /// The last reducing backward ended without a gradient for every parameter.
+  bool unfinished() const {
+    const std::lock_guard lock(mutex_);
+    return require_finalize_;
+  }
+  /// Its hooks sit on the gradient accumulators of the parameters. torch::load and set_ give a
+  /// parameter another one: back to those with the hooks.
+  void keep_accumulators() const {
+    for (std::size_t i = 0; i < params_.size(); ++i) {
+      if (torch::autograd::impl::try_get_grad_accumulator(params_[i]) != grad_accumulators_[i])
+        torch::autograd::impl::set_grad_accumulator(params_[i], grad_accumulators_[i]);
+    }
+  }
 
   std::vector<std::vector<std::int64_t>> layout() const {
     const std::lock_guard lock(mutex_);
@@ -78,18 +99,13 @@ class Buckets final : public c10d::Reducer {
 /// What the hooks on the parameters share with the strategy. Backward may run on threads of its
 /// own.
 struct GradientWatch {
-  GradientWatch(const Buckets& its_reducer, bool reduces_once, std::size_t parameters)
-      : reducer(&its_reducer),
-        once(reduces_once),
-        arrived(parameters),
-        unreduced(parameters),
-        partial(parameters) {}
-
   std::mutex mutex;
   /// Null when the strategy is gone.
-  const Buckets* reducer;
+  const Buckets* reducer = nullptr;
   /// The reducer takes one gradient of each parameter.
-  bool once;
+  bool once = false;
+  /// By parameter: the reducer has it.
+  std::vector<bool> reduced;
   /// By parameter: it came since the last synchronising forward.
   std::vector<bool> arrived;
   /// By parameter: a gradient arrived that was not reduced since.
@@ -102,6 +118,11 @@ struct GradientWatch {
   bool failed = false;
   /// The backward that the last gradient came from.
   int task = -1;
+
+  /// For that many parameters, of which nothing is known.
+  void resize(std::size_t parameters) {
+    for (auto* marks : {&reduced, &arrived, &unreduced, &partial}) marks->assign(parameters, false);
+  }
 
   static void fail(GradientWatch& watch) {
     const std::lock_guard lock(watch.mutex);
@@ -117,11 +138,44 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
       : watch_(std::move(watch)), index_(index), name_(std::move(name)), next_(std::move(next)) {}
 
   void operator()(const torch::autograd::Variable& parameter) override {
+    // The Reducer, whose hook comes after this one, adds up dense gradients only.
+    if (parameter.grad().defined() && parameter.grad().layout() != c10::Layout::Strided)
+      parameter.mutable_grad() = parameter.grad().to_dense();
     arrived();
     if (next_) (*next_)(parameter);
   }
 
+  /// Has the hook of `watch` on the parameter, before the one that is there.
+  static void put(const at::Tensor& parameter, const std::shared_ptr<GradientWatch>& watch,
+                  std::size_t index, const std::string& name) {
+    // A frozen parameter may never have met autograd.
+    torch::autograd::impl::materialize_autograd_meta(parameter);
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    if (const ArrivalHook* own = in(slot); own != nullptr && own->watch_ == watch) return;
+    auto next = std::move(slot);
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        parameter, std::make_unique<ArrivalHook>(watch, index, name, std::move(next)));
+  }
+  /// Takes it off again.
+  static void take(const at::Tensor& parameter, const std::shared_ptr<GradientWatch>& watch) {
+    auto* slot = &torch::autograd::impl::post_acc_grad_hooks(parameter);
+    while (ArrivalHook* own = in(*slot)) {
+      if (own->watch_ == watch) {
+        auto next = std::move(own->next_);
+        *slot = std::move(next);
+        return;
+      }
+      slot = &own->next_;
+    }
+  }
+
  private:
+  static ArrivalHook* in(const std::unique_ptr<PostAccumulateGradHook>& slot) {
+    PostAccumulateGradHook* hook = slot.get();
+    return hook != nullptr && typeid(*hook) == typeid(ArrivalHook) ? static_cast<ArrivalHook*>(hook)
+                                                                   : nullptr;
+  }
+
   void arrived() {
     const std::lock_guard lock(watch_->mutex);
     if (watch_->reducer == nullptr) return;
@@ -152,6 +206,7 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
                        "every step, use checkpoint() of this library, or a sharded strategy."));
     }
     watch_->arrived[index_] = true;
+    if (!watch_->reduced[index_]) watch_->unreduced[index_] = true;
   }
 
   std::shared_ptr<GradientWatch> watch_;
@@ -160,25 +215,43 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
   std::unique_ptr<PostAccumulateGradHook> next_;
 };
 
+struct QuietWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+bool is_running_statistic(const std::string& name) {
+  return name.ends_with("running_mean") || name.ends_with("running_var") ||
+         name.ends_with("num_batches_tracked");
+}
+
 }  // namespace
 
 struct Ddp::Impl {
   comm::Group group;
   DdpOptions options;
-  std::shared_ptr<GradientWatch> watch;
-  std::unordered_map<const void*, std::size_t> index_of;  ///< of reduced parameters
-  std::vector<NamedTensor> parameters;                    ///< reduced ones
-  std::vector<at::TensorOptions> kinds;  ///< their dtypes and devices when they were prepared
-  std::vector<NamedTensor> states;       ///< all parameters and buffers that must be equal
-  std::vector<at::Tensor> buffers;       ///< broadcast ones
+  std::shared_ptr<GradientWatch> watch = std::make_shared<GradientWatch>();
+  struct Parameter {
+    NamedTensor entry;
+    bool trained = false;    ///< it required a gradient when the reducer was made
+    at::TensorOptions kind;  ///< its dtype and device when it was prepared
+    std::vector<std::int64_t> sizes;
+  };
+  std::vector<Parameter> parameters;  ///< but for the ignored ones; `watch` has the same
+  std::unordered_map<const void*, std::size_t> index_of;  ///< of these
+  std::vector<NamedTensor> states;   ///< all parameters and buffers that must be equal
+  std::vector<NamedTensor> buffers;  ///< broadcast ones
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-  std::unique_ptr<Buckets> reducer;
+  std::unique_ptr<Buckets> reducer;  ///< of the trained parameters
+  /// Every parameter is frozen for now.
+  bool all_frozen = false;
   bool join = false;
   /// Static graph: the first backward's reduction is started by hand when it has ended.
   bool delayed_reduction = false;
   bool delayed_reduction_done = false;
   /// Rank 0's buffers changed since they were last broadcast.
   bool buffers_stale = true;
+  /// A forward with gradients waits for its backward.
+  bool forward_waits = false;
 
   bool static_graph_first_step() const { return options.static_graph() && !delayed_reduction_done; }
 
@@ -205,19 +278,180 @@ struct Ddp::Impl {
     });
   }
 
-  void check_kinds() const {
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor& parameter = parameters[i].tensor;
-      if (parameter.scalar_type() == kinds[i].dtype() && parameter.device() == kinds[i].device())
-        continue;
-      throw StateError(text::concat(
-          "The parameter '", parameters[i].name, "' was ",
-          c10::toString(c10::typeMetaToScalarType(kinds[i].dtype())), " on ",
-          kinds[i].device().str(), " when its module was prepared, and is ",
-          c10::toString(parameter.scalar_type()), " on ", parameter.device().str(),
-          " now: the module was moved or cast since, and its gradients would not be averaged over "
-          "the ranks any more. Move and cast a module before prepare()."));
+  // Of the module: everything that is not ignored.
+  void collect(const ModuleRecord& module) {
+    const std::unordered_set<std::string> ignored(options.ignored_parameters().begin(),
+                                                  options.ignored_parameters().end());
+    std::unordered_set<std::string> unknown = ignored;
+    const auto keep = [&](const NamedTensor& entry) {
+      unknown.erase(entry.name);
+      return !ignored.contains(entry.name);
+    };
+    parameters.clear();
+    index_of.clear();
+    states.clear();
+    buffers.clear();
+    for (const NamedTensor& entry : module.parameters()) {
+      if (!keep(entry)) continue;
+      states.push_back(entry);
+      index_of.emplace(entry.tensor.unsafeGetTensorImpl(), parameters.size());
+      parameters.push_back({entry, false, entry.tensor.options(), entry.tensor.sizes().vec()});
     }
+    for (const NamedTensor& entry : module.buffers()) {
+      if (!keep(entry)) continue;
+      states.push_back(entry);
+      buffers.push_back(entry);
+    }
+    if (unknown.empty()) return;
+    throw ConfigError(text::concat(
+        "DdpOptions::ignored_parameters names ", text::join(unknown),
+        ", and the module has no such parameter or buffer. Names are dotted paths, for "
+        "example ",
+        module.parameters().empty() ? "\"layer.weight\"" : module.parameters().front().name, "."));
+  }
+
+  bool has_trained() const {
+    return std::any_of(parameters.begin(), parameters.end(), [](const Parameter& parameter) {
+      return parameter.entry.tensor.requires_grad();
+    });
+  }
+
+  // Of the parameters that require a gradient now. Alike on all ranks.
+  void make_reducer() {
+    std::vector<at::Tensor> trained;
+    std::unordered_map<std::size_t, std::string> names;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      Parameter& parameter = parameters[i];
+      parameter.trained = parameter.entry.tensor.requires_grad();
+      if (!parameter.trained) continue;
+      names.emplace(trained.size(), parameter.entry.name);
+      trained.push_back(parameter.entry.tensor);
+    }
+    const auto bucket_bytes = static_cast<std::int64_t>(options.bucket_cap_mb() * kMiB);
+    const auto first_bytes = static_cast<std::int64_t>(options.first_bucket_mb() * kMiB);
+    if (bucket_bytes <= 0 || first_bytes <= 0) {
+      throw ConfigError(text::concat("DdpOptions has bucket_cap_mb ", options.bucket_cap_mb(),
+                                     " and first_bucket_mb ", options.first_bucket_mb(),
+                                     ", and both must be greater than 0."));
+    }
+    // The order in which gradients arrive is known only after the first step; until then one bucket
+    // cannot be launched too early.
+    std::vector<std::size_t> limits{std::numeric_limits<std::size_t>::max()};
+    if (options.find_unused_parameters()) {
+      limits = {static_cast<std::size_t>(first_bytes), static_cast<std::size_t>(bucket_bytes)};
+    }
+    translated("the set-up of gradient buckets", [&] {
+      auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(trained, limits));
+      std::reverse(buckets.begin(), buckets.end());
+      const MemoryKindScope kind(MemoryKind::gradients);
+      auto made = std::make_unique<Buckets>(
+          trained, std::move(buckets), process_group,
+          /*expect_sparse_gradients=*/std::vector<bool>(trained.size(), false), bucket_bytes,
+          options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
+          first_bytes,
+          /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+          /*bucket_bytes_cap_list=*/std::vector<std::int64_t>{});
+      if (options.static_graph()) made->set_static_graph();
+      if (auto hook = make_comm_hook(options, group, process_group))
+        made->register_comm_hook(std::move(hook));
+      {
+        const std::lock_guard lock(watch->mutex);
+        watch->reducer = made.get();
+        watch->once = !options.static_graph();
+        watch->awaits_first = false;
+        if (watch->reduced.size() != parameters.size()) watch->resize(parameters.size());
+        watch->arrived.assign(parameters.size(), false);
+        for (std::size_t i = 0; i < parameters.size(); ++i)
+          watch->reduced[i] = parameters[i].trained;
+      }
+      reducer = std::move(made);
+    });
+    delayed_reduction = delayed_reduction_done = false;
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      ArrivalHook::put(parameters[i].entry.tensor, watch, i, parameters[i].entry.name);
+  }
+
+  // Throws unless every trained parameter lies as it did; sees to it that the hooks are in place.
+  // Returns whether the reducer has the parameters that require a gradient now.
+  bool check_parameters() const {
+    bool same = true;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto& [entry, trained, kind, sizes] = parameters[i];
+      const at::Tensor& tensor = entry.tensor;
+      same &= tensor.requires_grad() == trained;
+      if (tensor.scalar_type() != kind.dtype() || tensor.device() != kind.device()) {
+        throw StateError(text::concat(
+            "The parameter '", entry.name, "' was ",
+            c10::toString(c10::typeMetaToScalarType(kind.dtype())), " on ", kind.device().str(),
+            " when its module was prepared, and is ", c10::toString(tensor.scalar_type()), " on ",
+            tensor.device().str(),
+            " now: the module was moved or cast since, and its gradients would not be averaged "
+            "over the ranks any more. Move and cast a module before prepare()."));
+      }
+      if (tensor.sizes() != sizes) {
+        throw StateError(text::concat(
+            "The parameter '", entry.name, "' had the shape [", text::join(sizes),
+            "] when its module was prepared, and has the shape [", text::join(tensor.sizes()),
+            "] now: its gradients would not be averaged over the ranks any more. Set and load "
+            "parameters of the same shape, or prepare the module afterwards."));
+      }
+      ArrivalHook::put(tensor, watch, i, entry.name);
+    }
+    reducer->keep_accumulators();
+    return same;
+  }
+
+  // Throws when the last reducing backward left a parameter out.
+  void require_finished() const {
+    if (!reducer->unfinished()) return;
+    std::vector<std::string> missing;
+    {
+      const std::lock_guard lock(watch->mutex);
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        if (watch->reduced[i] && !watch->arrived[i]) missing.push_back(parameters[i].entry.name);
+      }
+    }
+    throw StateError(text::concat(
+        "Some parameters got no gradient in the last backward on rank ", group.rank(), ": ",
+        text::join(missing), ". So the averaging over the ranks did not end. ",
+        options.find_unused_parameters()
+            ? "DdpOptions::find_unused_parameters finds those that no output of the prepared "
+              "forward depends on, and the loss left out an output that depends on these. Return "
+              "from forward only what the loss uses."
+            : "Set DdpOptions::find_unused_parameters if the module does not always use all of "
+              "them, or static_graph if it uses the same ones in every step; or freeze them with "
+              "requires_grad_(false)."));
+  }
+
+  // From one rank to all.
+  void broadcast_buffers(int source) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& buffer : buffers) tensors.push_back(buffer.tensor);
+    if (!forward_waits) return broadcast(tensors, source);
+    // A graph may have saved buffers. Those that do not change are left alone. Running statistics
+    // are written as batch normalisation itself does between a forward and its backward: autograd
+    // is not told, for backward uses the statistics of its own batch.
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& tensor : tensors) tensor = tensor.clone();
+    broadcast(tensors, source);
+    for (std::size_t i = 0; i < buffers.size(); ++i) {
+      const auto& [name, buffer] = buffers[i];
+      if (at::equal(buffer, tensors[i])) continue;
+      (is_running_statistic(name) ? buffer.variable_data() : buffer).copy_(tensors[i]);
+    }
+  }
+
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+    require_finished();
+    {
+      // c10d's only warning here gives advice about Python's API.
+      QuietWarnings quiet;
+      const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+      translated("the preparation of backward", [&] { reducer->prepare_for_backward(outputs); });
+    }
+    delayed_reduction = static_graph_first_step();
+    const std::lock_guard lock(watch->mutex);
+    watch->awaits_first = true;
   }
 
   void finish_delayed_reduction() {
@@ -239,19 +473,13 @@ struct Ddp::Impl {
     reducer->abandon();
   }
 
-  void expect_gradients() {
-    delayed_reduction = static_graph_first_step();
-    const std::lock_guard lock(watch->mutex);
-    watch->awaits_first = true;
-  }
-
   /// Whether one of the leaves is marked in `marks`.
   const NamedTensor* first_marked(const std::vector<at::Tensor>& leaves,
                                   const std::vector<bool>& marks) const {
     const std::lock_guard lock(watch->mutex);
     for (const at::Tensor& leaf : leaves) {
       const auto found = index_of.find(leaf.unsafeGetTensorImpl());
-      if (found != index_of.end() && marks[found->second]) return &parameters[found->second];
+      if (found != index_of.end() && marks[found->second]) return &parameters[found->second].entry;
     }
     return nullptr;
   }
@@ -270,7 +498,7 @@ struct Ddp::Impl {
     return {host[0].item<int>(), host[1].item<int>() > 0};
   }
 
-  at::Device device() const { return parameters.front().tensor.device(); }
+  at::Device device() const { return parameters.front().entry.tensor.device(); }
 };
 
 Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
@@ -290,32 +518,8 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
         "itself in the first step; drop find_unused_parameters.");
   }
 
-  const std::unordered_set<std::string> ignored(self.options.ignored_parameters().begin(),
-                                                self.options.ignored_parameters().end());
-  std::unordered_set<std::string> unknown = ignored;
-  const auto keep = [&](const NamedTensor& entry) {
-    unknown.erase(entry.name);
-    return !ignored.contains(entry.name);
-  };
-  for (const NamedTensor& entry : module_.parameters()) {
-    if (!keep(entry)) continue;
-    self.states.push_back(entry);
-    if (entry.tensor.requires_grad()) self.parameters.push_back(entry);
-  }
-  for (const NamedTensor& entry : module_.buffers()) {
-    if (!keep(entry)) continue;
-    self.states.push_back(entry);
-    self.buffers.push_back(entry.tensor);
-  }
-  if (!unknown.empty()) {
-    throw ConfigError(text::concat(
-        "DdpOptions::ignored_parameters names ", text::join(unknown),
-        ", and the module has no such parameter or buffer. Names are dotted paths, for "
-        "example ",
-        module_.parameters().empty() ? "\"layer.weight\"" : module_.parameters().front().name,
-        "."));
-  }
-  if (self.parameters.empty()) {
+  self.collect(module_);
+  if (!self.has_trained()) {
     throw StateError(
         "The module has no parameter that requires a gradient, so there is nothing to train in "
         "parallel. Prepare it with "
@@ -327,60 +531,51 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   std::vector<at::Tensor> states;
   for (const NamedTensor& entry : self.states) states.push_back(entry.tensor.detach());
   self.broadcast(states, 0);
-
-  std::vector<at::Tensor> parameters;
-  std::unordered_map<std::size_t, std::string> names;
-  for (const NamedTensor& entry : self.parameters) {
-    names.emplace(parameters.size(), entry.name);
-    parameters.push_back(entry.tensor);
-    self.kinds.push_back(entry.tensor.options());
-  }
-  const auto bucket_bytes = static_cast<std::int64_t>(self.options.bucket_cap_mb() * kMiB);
-  const auto first_bytes = static_cast<std::int64_t>(self.options.first_bucket_mb() * kMiB);
-  if (bucket_bytes <= 0 || first_bytes <= 0) {
-    throw ConfigError(text::concat("DdpOptions has bucket_cap_mb ", self.options.bucket_cap_mb(),
-                                   " and first_bucket_mb ", self.options.first_bucket_mb(),
-                                   ", and both must be greater than 0."));
-  }
-  // The order in which gradients arrive is known only after the first step; until then one bucket
-  // cannot be launched too early.
-  std::vector<std::size_t> limits{std::numeric_limits<std::size_t>::max()};
-  if (self.options.find_unused_parameters()) {
-    limits = {static_cast<std::size_t>(first_bytes), static_cast<std::size_t>(bucket_bytes)};
-  }
-  self.translated("the set-up of gradient buckets", [&] {
-    auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits));
-    std::reverse(buckets.begin(), buckets.end());
-    const MemoryKindScope kind(MemoryKind::gradients);
-    self.reducer = std::make_unique<Buckets>(
-        parameters, std::move(buckets), self.process_group,
-        /*expect_sparse_gradients=*/std::vector<bool>(parameters.size(), false), bucket_bytes,
-        self.options.find_unused_parameters(), self.options.gradient_as_bucket_view(),
-        std::move(names), first_bytes,
-        /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-        /*bucket_bytes_cap_list=*/std::vector<std::int64_t>{});
-    if (self.options.static_graph()) self.reducer->set_static_graph();
-    if (auto hook = make_comm_hook(self.options, self.group, self.process_group)) {
-      self.reducer->register_comm_hook(std::move(hook));
-    }
-  });
-
-  self.watch = std::make_shared<GradientWatch>(*self.reducer, !self.options.static_graph(),
-                                               parameters.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    self.index_of.emplace(parameters[i].unsafeGetTensorImpl(), i);
-    // The slot holds one hook: keep what is there.
-    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameters[i]);
-    auto next = std::move(slot);
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        parameters[i],
-        std::make_unique<ArrivalHook>(self.watch, i, self.parameters[i].name, std::move(next)));
-  }
+  self.make_reducer();
 }
 
 Ddp::~Ddp() {
-  const std::lock_guard lock(impl_->watch->mutex);
-  impl_->watch->reducer = nullptr;
+  {
+    const std::lock_guard lock(impl_->watch->mutex);
+    impl_->watch->reducer = nullptr;
+  }
+  for (const auto& parameter : impl_->parameters)
+    ArrivalHook::take(parameter.entry.tensor, impl_->watch);
+}
+
+// Collective where something changed: every rank must change the same.
+void Ddp::follow_module() {
+  Impl& self = *impl_;
+  const bool current = module_.is_current();
+  if (!current) {
+    self.require_finished();
+    const std::vector<NamedTensor> before = self.states;
+    const auto is_new = [&](const NamedTensor& entry) {
+      return std::none_of(before.begin(), before.end(), [&](const NamedTensor& known) {
+        return known.tensor.is_same(entry.tensor);
+      });
+    };
+    for (const auto& parameter : self.parameters)
+      ArrivalHook::take(parameter.entry.tensor, self.watch);
+    module_.refresh();
+    self.collect(module_);
+    require_same_structure(self.states, self.group);
+    std::vector<at::Tensor> added;
+    for (const NamedTensor& entry : self.states) {
+      if (is_new(entry)) added.push_back(entry.tensor.detach());
+    }
+    self.broadcast(added, 0);
+  } else if (self.check_parameters()) {
+    self.all_frozen = false;
+    return;
+  }
+  // What trains one part and then another in one step, as adversarial networks do, freezes all of
+  // the module: it is left as it is, with nothing to reduce.
+  self.all_frozen = !self.has_trained();
+  if (self.all_frozen) return;
+  self.require_finished();
+  if (current) require_same_structure(self.states, self.group);
+  self.make_reducer();
 }
 
 const DdpOptions& Ddp::options() const noexcept { return impl_->options; }
@@ -389,13 +584,15 @@ bool Ddp::wants_outputs() const noexcept { return impl_->options.find_unused_par
 
 void Ddp::before_forward(const ForwardContext& context) {
   Impl& self = *impl_;
-  const bool reduces = context.grad_enabled && context.sync;
   self.abandon_if_failed();
-  if (context.grad_enabled) self.check_kinds();
+  if (context.grad_enabled) follow_module();
+  const bool listens = context.grad_enabled && !self.all_frozen;
+  const bool reduces = listens && context.sync;
   if (reduces) self.reducer->prepare_for_forward();
   int buffer_source = 0;
   if (self.join && context.grad_enabled) buffer_source = self.announce(true, context.sync).source;
-  if (context.grad_enabled && self.reducer->should_rebuild_buckets()) {
+  if (listens && self.reducer->should_rebuild_buckets()) {
+    self.require_finished();
     const MemoryKindScope kind(MemoryKind::gradients);
     self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
   }
@@ -406,27 +603,27 @@ void Ddp::before_forward(const ForwardContext& context) {
   const bool due =
       self.join ? reduces : (training && context.sync) || (!training && self.buffers_stale);
   if (due) {
-    self.broadcast(self.buffers, buffer_source);
+    self.broadcast_buffers(buffer_source);
     self.buffers_stale = training;
   }
 }
 
 void Ddp::after_forward(const ForwardContext& context, const std::vector<at::Tensor>& outputs) {
   Impl& self = *impl_;
-  if (!context.grad_enabled || !context.sync) return;
-  self.translated("the preparation of backward",
-                  [&] { self.reducer->prepare_for_backward(outputs); });
-  self.expect_gradients();
+  if (!context.grad_enabled) return;
+  self.forward_waits = true;
+  if (context.sync && !self.all_frozen) self.prepare_for_backward(outputs);
 }
 
-void Ddp::after_backward() { impl_->finish_delayed_reduction(); }
+void Ddp::after_backward() {
+  impl_->forward_waits = false;
+  impl_->finish_delayed_reduction();
+}
 
 void Ddp::backward_failed() noexcept { GradientWatch::fail(*impl_->watch); }
 
 void Ddp::sync_in_next_backward() {
-  Impl& self = *impl_;
-  self.translated("the preparation of backward", [&] { self.reducer->prepare_for_backward({}); });
-  self.expect_gradients();
+  if (!impl_->all_frozen) impl_->prepare_for_backward({});
 }
 
 void Ddp::check_gradients(const std::vector<at::Tensor>& leaves) {
@@ -451,16 +648,7 @@ void Ddp::check_gradients(const std::vector<at::Tensor>& leaves) {
         "micro-batches inside "
         "accumulate() or no_sync(), or clear the gradients first.");
   }
-  try {
-    self.reducer->check_finalized();
-  } catch (const std::exception& error) {
-    std::throw_with_nested(StateError(text::concat(
-        "Some parameters got no gradient in the last backward, so the averaging over the ranks did "
-        "not end. "
-        "Set DdpOptions::find_unused_parameters if the module does not always use all of them, or "
-        "static_graph if it uses the same ones in every step. ",
-        describe(error))));
-  }
+  self.require_finished();
 }
 
 std::vector<std::vector<std::int64_t>> Ddp::reduction_layout() {
@@ -476,14 +664,21 @@ void Ddp::check_reduction_layout(const std::vector<std::vector<std::int64_t>>& l
   std::vector<std::int64_t> all;
   for (const auto& bucket : layout) all.insert(all.end(), bucket.begin(), bucket.end());
   std::sort(all.begin(), all.end());
-  bool fits = all.size() == impl_->parameters.size();
+  // Of the parameters that were trained; others were frozen when it was saved if there are not as
+  // many of them now.
+  std::vector<at::Tensor> trained;
+  for (const auto& parameter : impl_->parameters) {
+    if (parameter.trained) trained.push_back(parameter.entry.tensor);
+  }
+  bool fits = all.size() <= impl_->parameters.size();
   for (std::size_t i = 0; fits && i < all.size(); ++i)
     fits = all[i] == static_cast<std::int64_t>(i);
+  if (fits && all.size() != trained.size()) return;
   for (std::size_t b = 0; fits && b < layout.size(); ++b) {
     // One bucket is one tensor.
     const auto& bucket = layout[b];
     const auto parameter = [&](std::int64_t i) -> const at::Tensor& {
-      return impl_->parameters[static_cast<std::size_t>(i)].tensor;
+      return trained[static_cast<std::size_t>(i)];
     };
     fits = !bucket.empty() && std::all_of(bucket.begin(), bucket.end(), [&](std::int64_t i) {
       return parameter(i).scalar_type() == parameter(bucket.front()).scalar_type() &&
@@ -500,10 +695,20 @@ void Ddp::set_reduction_layout(const std::vector<std::vector<std::int64_t>>& lay
   check_reduction_layout(layout);
   if (layout.empty() || !impl_->reducer->should_rebuild_buckets()) return;
   std::vector<std::vector<std::size_t>> buckets;
-  for (const auto& bucket : layout) buckets.emplace_back(bucket.begin(), bucket.end());
+  std::size_t size = 0;
+  for (const auto& bucket : layout) {
+    buckets.emplace_back(bucket.begin(), bucket.end());
+    size += bucket.size();
+  }
+  const auto is_trained = [](const Impl::Parameter& parameter) { return parameter.trained; };
+  const auto trained =
+      std::count_if(impl_->parameters.begin(), impl_->parameters.end(), is_trained);
+  if (size != static_cast<std::size_t>(trained)) return;
   impl_->translated("the set-up of gradient buckets",
                     [&] { impl_->reducer->set_layout(std::move(buckets)); });
 }
+
+void Ddp::after_step(const std::vector<at::Tensor>&) { impl_->forward_waits = false; }
 
 void Ddp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
   Impl& self = *impl_;
@@ -547,7 +752,7 @@ void Ddp::shadow_until_all_joined() {
     const MemoryKindScope kind(MemoryKind::gradients);
     self.translated("the rebuilding of gradient buckets", [&] { self.reducer->rebuild_buckets(); });
     if (self.options.broadcast_buffers() && !self.buffers.empty() && sync)
-      self.broadcast(self.buffers, source);
+      self.broadcast_buffers(source);
     if (!sync) continue;
     self.translated("the gradient all-reduce", [&] {
       std::vector<c10::intrusive_ptr<c10::ivalue::Future>> pending;

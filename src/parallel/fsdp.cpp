@@ -49,11 +49,38 @@ int Fsdp::rank() const noexcept { return impl_->world_rank; }
 
 const FsdpOptions& Fsdp::options() const noexcept { return impl_->options; }
 
+void Fsdp::follow_module() {
+  if (module_.is_current()) return;
+  ModuleRecord now = module_;
+  now.refresh();
+  const auto lacks = [](const ModuleRecord& record) {
+    return [&record](const NamedTensor& entry) {
+      return std::none_of(
+          record.parameters().begin(), record.parameters().end(),
+          [&](const NamedTensor& other) { return other.tensor.is_same(entry.tensor); });
+    };
+  };
+  for (const auto& [one, other, what] :
+       {std::tuple(&now, &module_, "was registered"),
+        std::tuple(static_cast<ModuleRecord*>(&module_), &now, "was replaced or taken away")}) {
+    const auto found =
+        std::find_if(one->parameters().begin(), one->parameters().end(), lacks(*other));
+    if (found == one->parameters().end()) continue;
+    throw StateError(text::concat(
+        "The module's parameter '", found->name, "' ", what,
+        " after prepare(). Under the strategy \"", name(),
+        "\" a module's parameters are cut once, in prepare(), so it would not be trained. "
+        "Register parameters before prepare(); or call restore() on the prepared module, and "
+        "prepare the module and an optimizer of its parameters anew."));
+  }
+  module_ = std::move(now);  // buffers
+}
+
 void Fsdp::before_forward(const ForwardContext& context) {
-  Strategy::before_forward(context);
   impl_->require_sharded();
   impl_->begin_pass();
   impl_->gradients->settle();
+  Strategy::before_forward(context);
   impl_->engine->check_tagged();
   impl_->refresh_if_stepped();
   impl_->reduces = context.sync || impl_->options.reduce_every_backward();

@@ -172,6 +172,8 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
         const UnitParameter& own = unit.parameters()[p];
         if (!own.parameter.is_same(parameter)) continue;
         leaf_of[parameter.unsafeGetTensorImpl()] = parts[u].leaves[p];
+        // An optimizer that is prepared once more has it already.
+        leaf_of[parts[u].leaves[p].unsafeGetTensorImpl()] = parts[u].leaves[p];
       }
     }
   }

@@ -40,6 +40,15 @@ std::map<Kind, std::vector<at::Tensor>, KindLess> gradients_by_kind(const Module
 
 }  // namespace
 
+void Strategy::follow_module() {
+  if (!module_.is_current()) module_.refresh();
+}
+
+void Strategy::before_forward(const ForwardContext& context) {
+  if (context.grad_enabled) follow_module();
+  forwarded_ |= context.grad_enabled;
+}
+
 at::Tensor Strategy::optimizer_leaf(const at::Tensor& parameter) const {
   for (const auto& [name, own] : module_.parameters()) {
     if (own.is_same(parameter)) return own;

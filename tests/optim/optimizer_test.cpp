@@ -10,10 +10,15 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/optim/serialize.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize.h>
 
 #include <cmath>
+#include <optional>
+#include <sstream>
 
 namespace accelerate {
 namespace {
@@ -356,6 +361,79 @@ TEST(PreparedOptimizer, SharesAScaleWithOthersOfTheSameBackward) {
   EXPECT_DOUBLE_EQ(value(b), -4.0);
   EXPECT_EQ(scaler->get_scale(), 8.0);
   EXPECT_EQ(scaler->growth_tracker(), 0);
+}
+
+TEST(PreparedOptimizer, AnotherAtTheSameAddressIsUnscaledToo) {
+  const auto state = gradients();
+  const auto scaler = std::make_shared<GradScaler>(GradScalerOptions().init_scale(8));
+  std::optional<SGD> own;
+  for (int fold = 0; fold < 3; ++fold) {
+    const at::Tensor weight = leaf({1.0});
+    own.emplace(std::vector{weight}, SGDOptions(0.5));
+    auto optimizer = prepare_optimizer(*own, state, scaler);
+    scaler->scale(weight.sum()).backward();
+    optimizer.core()->finish_gradients();
+    EXPECT_DOUBLE_EQ(value(weight.grad()), 1.0) << fold;
+    // Left without a step.
+  }
+}
+
+TEST(PreparedOptimizer, KnowsWhetherAReferencedOneLives) {
+  const auto check = [](auto make) {
+    auto own = make();
+    auto optimizer = prepare_optimizer(*own, gradients());
+    auto owned = prepare_optimizer(make(), gradients());
+    EXPECT_TRUE(optimizer.core()->is_alive());
+    EXPECT_TRUE(optimizer.core()->is_of(*own));
+    EXPECT_FALSE(optimizer.core()->is_of(owned.optimizer()));
+    EXPECT_EQ(prepare_optimizer(*own, gradients()).core()->is_of(*own), true);
+    own.reset();
+    EXPECT_FALSE(optimizer.core()->is_alive());
+    EXPECT_THROW(optimizer.param_groups(), StateError);
+    EXPECT_THROW(optimizer.optimizer(), StateError);
+    EXPECT_THROW(optimizer.set_learning_rates({0.1}), StateError);
+    EXPECT_TRUE(owned.core()->is_alive());
+  };
+  check([] { return std::make_unique<SGD>(std::vector{leaf({1.0})}, SGDOptions(0.5)); });
+  check([] {
+    return std::make_unique<FusedAdamW>(std::vector{leaf({1.0})}, FusedAdamWOptions(0.5));
+  });
+  check([] { return std::make_unique<torch::optim::LBFGS>(std::vector{leaf({1.0})}, 0.5); });
+}
+
+TEST(PreparedOptimizer, AWitnessLeavesNoTraceInWhatIsSaved) {
+  const at::Tensor weight = leaf({1.0});
+  torch::optim::Adam own({weight}, torch::optim::AdamOptions(0.25));
+  auto optimizer = prepare_optimizer(own, gradients());
+  weight.mutable_grad() = at::ones({1}, at::kDouble);
+  optimizer.step();
+  std::stringstream file;
+  torch::save(own, file);
+  torch::optim::Adam other({leaf({1.0})}, torch::optim::AdamOptions(0.5));
+  torch::load(other, file);
+  EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.25);
+  EXPECT_EQ(static_cast<torch::optim::AdamOptions&>(own.defaults()).lr(), 0.25);
+  own.add_param_group(torch::optim::OptimizerParamGroup({leaf({2.0})}));
+  EXPECT_EQ(own.param_groups()[1].options().get_lr(), 0.25);
+  EXPECT_EQ(typeid(own.param_groups()[1].options()), typeid(torch::optim::AdamOptions));
+}
+
+TEST(PreparedOptimizer, AClosureIsRefusedWithinAWindow) {
+  const auto state = gradients(GradientAccumulationOptions().num_steps(2));
+  const at::Tensor weight = leaf({3.0});
+  torch::optim::LBFGS own({weight}, torch::optim::LBFGSOptions(0.5).max_iter(5));
+  auto optimizer = prepare_optimizer(own, state);
+  const auto closure = [&] {
+    optimizer.zero_grad();
+    const at::Tensor loss = (weight * weight).sum();
+    loss.backward();
+    return loss;
+  };
+  state->begin_micro_batch();
+  EXPECT_FALSE(optimizer.step(closure).defined());
+  state->begin_micro_batch();
+  EXPECT_NE(message_of<StateError>([&] { optimizer.step(closure); }).find("without accumulation"),
+            std::string::npos);
 }
 
 template <class O, class Options>

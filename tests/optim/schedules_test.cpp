@@ -223,6 +223,88 @@ TEST(PreparedScheduler, FollowsLibTorchsSchedulers) {
   EXPECT_LT(rate_of(plain), before);
 }
 
+TEST(PreparedScheduler, ResumesAtTheSamePaceOnAnotherNumberOfProcesses) {
+  auto optimizer = prepare_optimizer(SGD({leaf({0.0})}, SGDOptions(1.0)), gradients());
+  const auto core_of = [&](int processes, std::int64_t accumulation = 1) {
+    return SchedulerCore(gradients(GradientAccumulationOptions().num_steps(accumulation)),
+                         {optimizer.core()}, SchedulerOptions().num_processes(processes));
+  };
+  const auto steps = [](SchedulerCore& core, int times) {
+    std::vector<std::int64_t> all;
+    for (int i = 0; i < times; ++i) all.push_back(core.take_steps());
+    return all;
+  };
+  using Steps = std::vector<std::int64_t>;
+  SchedulerCore two = core_of(2);
+  EXPECT_EQ(steps(two, 2), (Steps{2, 2}));
+  const Json pace = Json::parse(two.pace(/*batch=*/16).dump());
+  const auto resumed = [&](int processes, std::int64_t batch, std::int64_t accumulation = 1) {
+    auto core = std::make_unique<SchedulerCore>(core_of(processes, accumulation));
+    core->continue_pace(pace, batch);
+    return core;
+  };
+  EXPECT_EQ(steps(*resumed(2, 16), 2), (Steps{2, 2}));
+  EXPECT_EQ(steps(*resumed(1, 16), 2), (Steps{2, 2})) << "the batch of all processes is the same";
+  EXPECT_EQ(steps(*resumed(4, 16), 2), (Steps{2, 2}));
+  EXPECT_EQ(steps(*resumed(1, 8, /*accumulation=*/2), 2), (Steps{2, 2}));
+  EXPECT_EQ(steps(*resumed(4, 32), 2), (Steps{4, 4})) << "the batch of one process is the same";
+  EXPECT_EQ(steps(*resumed(1, 8), 2), (Steps{1, 1}));
+  EXPECT_EQ(steps(*resumed(3, 12), 4), (Steps{1, 2, 1, 2}));
+  EXPECT_EQ(steps(*resumed(1, 4), 4), (Steps{0, 1, 0, 1}));
+  EXPECT_EQ(steps(*resumed(1, 0), 2), (Steps{2, 2})) << "nobody knows the samples";
+  // A fraction of a step is carried over the next resume.
+  const auto third = resumed(3, 12);
+  EXPECT_EQ(steps(*third, 1), (Steps{1}));
+  SchedulerCore again = core_of(3);
+  again.continue_pace(third->pace(12), 12);
+  EXPECT_EQ(steps(again, 3), (Steps{2, 1, 2}));
+  SchedulerCore back = core_of(2);
+  back.continue_pace(third->pace(12), 16);
+  EXPECT_EQ(steps(back, 2), (Steps{2, 2}));
+
+  SchedulerCore by_optimizer_steps(gradients(), {optimizer.core()},
+                                   SchedulerOptions().num_processes(2).per_process_steps(false));
+  EXPECT_TRUE(by_optimizer_steps.pace(16).is_null());
+  by_optimizer_steps.continue_pace(pace, 16);
+  EXPECT_EQ(steps(by_optimizer_steps, 2), (Steps{1, 1}));
+  for (const Json& wrong :
+       {Json{{"steps", 1}}, Json{{"steps", 1}, {"of", 0}, {"carry", 0}, {"samples", 1}},
+        Json{{"steps", -1}, {"of", 1}, {"carry", 0}, {"samples", 1}},
+        Json{{"steps", 1}, {"of", 1}, {"carry", 1}, {"samples", 1}}, Json(3), Json("fast")}) {
+    EXPECT_THROW(two.continue_pace(wrong, 16), CheckpointError) << wrong;
+  }
+  EXPECT_EQ(steps(two, 1), (Steps{2}));
+}
+
+TEST(PreparedScheduler, OneThatFollowsAMetricHasAState) {
+  using Plateau = torch::optim::ReduceLROnPlateauScheduler;
+  SGD first({leaf({0.0})}, SGDOptions(1.0)), second({leaf({0.0})}, SGDOptions(1.0));
+  Plateau plateau(first, Plateau::min, 0.5F, 2), resumed(second, Plateau::min, 0.5F, 2);
+  const auto rate_of = [](SGD& of) { return of.param_groups()[0].options().get_lr(); };
+  for (const float metric : {1.0F, 2.0F}) plateau.step(metric);
+  load_state_of(resumed, Json::parse(state_of(plateau).dump()));
+  for (const float metric : {3.0F, 4.0F, 0.5F, 0.6F, 0.7F, 0.8F, 0.9F}) {
+    plateau.step(metric);
+    resumed.step(metric);
+    EXPECT_EQ(rate_of(second), rate_of(first)) << metric;
+  }
+  EXPECT_LT(rate_of(first), 0.5);
+  EXPECT_THROW(load_state_of(resumed, Json{{"best", 1.0}}), CheckpointError);
+}
+
+// prepare() takes only schedulers whose state can be saved.
+struct OnlySteps {
+  void step() {}
+};
+struct WithState : OnlySteps {
+  Json state_dict() const { return {}; }
+  void load_state_dict(const Json&) {}
+};
+static_assert(SchedulerLike<OnlySteps> && !SchedulerWithState<OnlySteps>);
+static_assert(SchedulerWithState<WithState> && SchedulerWithState<torch::optim::StepLR> &&
+              SchedulerWithState<torch::optim::ReduceLROnPlateauScheduler> &&
+              SchedulerWithState<optim::LambdaLR> && SchedulerWithState<optim::OneCycleLR>);
+
 TEST(Schedules, ResumeExactly) {
   const auto expect_resumes_from = [](auto make) {
     SGD first({leaf({0.0})}, SGDOptions(0.3).momentum(0.9)),

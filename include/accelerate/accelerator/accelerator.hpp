@@ -73,7 +73,9 @@ class Accelerator {
   /// to use in their place, in the order given: one object for one argument, else a tuple.
   ///
   /// A module may be a holder (`TORCH_MODULE`), a shared_ptr, a torch::jit::Module or a plain
-  /// object; an lvalue object is referenced and must outlive the result, everything else is owned.
+  /// object; an lvalue object is referenced and must outlive the result, everything else is owned,
+  /// a module that a shared_ptr owns too. The Accelerator itself keeps nothing: what was prepared
+  /// belongs to the results, and ends with the last of their copies.
   /// Throws DistributedError, on every rank, when the ranks do not hold the same module.
   template <class... T>
   auto prepare(T&&... objects);
@@ -329,18 +331,23 @@ class Accelerator {
       std::shared_ptr<torch::optim::Optimizer> optimizer);
   data::LoaderContext loader_context() const;
   /// `optimizer`: the one the scheduler drives, or null when it does not say.
-  std::shared_ptr<SchedulerCore> adapt_scheduler(const torch::optim::Optimizer* optimizer) const;
+  std::shared_ptr<SchedulerCore> adapt_scheduler(const torch::optim::Optimizer* optimizer,
+                                                 std::shared_ptr<const void> scheduler);
 
  private:
   bool begin_micro_batch();
   void run_backward(const at::Tensor& loss);
-  void require_prepared_optimizers() const;
+  void require_prepared_optimizers();
   void require_whole_gradients(const char* operation) const;
   void link(const std::shared_ptr<OptimizerCore>& optimizer,
             const std::shared_ptr<detail::PreparedModuleCore>& module);
   void join(const std::vector<std::shared_ptr<detail::PreparedModuleCore>>& modules,
             const std::function<void()>& loop);
-  detail::Prepared prepared() const;
+  detail::Prepared prepared();
+  // Lets go of sharded modules that the program has let go of.
+  void prune();
+  std::vector<std::shared_ptr<detail::PreparedModuleCore>> modules() const;
+  std::vector<std::shared_ptr<OptimizerCore>> optimizers() const;
   static void print_line(const std::string& line);
 
   AcceleratorOptions options_;
@@ -357,14 +364,13 @@ class Accelerator {
   std::unique_ptr<SignalWatch> signals_;
   bool trigger_ = false;
 
-  struct ModuleEntry {
-    const void* identity;
-    std::shared_ptr<detail::PreparedModuleCore> core;
-    bool trained = false;        ///< it was prepared for training
-    bool has_optimizer = false;  ///< a prepared optimizer steps its parameters
-  };
-  std::vector<ModuleEntry> modules_;
-  std::vector<std::shared_ptr<OptimizerCore>> optimizers_;
+  // What the program holds handles of, in the order in which it was prepared.
+  std::vector<std::weak_ptr<detail::PreparedModuleCore>> modules_;
+  std::vector<std::weak_ptr<OptimizerCore>> optimizers_;
+  std::vector<std::pair<const void*, std::weak_ptr<SchedulerCore>>> schedulers_;
+  // Without its strategy a sharded module is of no use, nor is an optimizer over its shards, after
+  // restore() too. So it stays while the program has the module.
+  std::vector<std::shared_ptr<detail::PreparedModuleCore>> kept_;
 };
 
 template <class... T>

@@ -89,6 +89,8 @@ struct Stateful {
   /// In place of these, for objects whose state is tensors.
   std::function<std::vector<NamedTensor>()> save_tensors;
   std::function<void(const std::vector<NamedTensor>&)> load_tensors;
+  /// Of a prepared scheduler, which lives as long as this.
+  std::weak_ptr<SchedulerCore> scheduler;
 };
 
 template <Checkpointable T>
@@ -111,22 +113,16 @@ Stateful stateful(std::shared_ptr<T> object) {
   return state;
 }
 
-/// A scheduler's state, where it can be had.
-template <class S>
-Stateful stateful_scheduler(const PreparedScheduler<S>& scheduler) {
+/// A prepared scheduler's state. It does not keep the scheduler alive.
+template <SchedulerWithState S>
+Stateful stateful_scheduler(const PreparedScheduler<S>& prepared) {
   Stateful state;
-  state.identity = &scheduler.scheduler();
-  state.type = c10::demangle(typeid(scheduler.scheduler()).name());
-  if constexpr (std::derived_from<S, torch::optim::LRScheduler> ||
-                requires(S & s, const Json& json) {
-                  { s.state_dict() } -> std::convertible_to<Json>;
-                  s.load_state_dict(json);
-                }) {
-    state.save = [scheduler] { return Json(scheduler.state_dict()); };
-    state.load = [own = PreparedScheduler<S>(scheduler)](const Json& json) mutable {
-      own.load_state_dict(json);
-    };
-  }
+  S* scheduler = &prepared.scheduler();
+  state.identity = scheduler;
+  state.type = c10::demangle(typeid(*scheduler).name());
+  state.scheduler = prepared.core();
+  state.save = [scheduler] { return Json(state_of(*scheduler)); };
+  state.load = [scheduler](const Json& json) { load_state_of(*scheduler, json); };
   return state;
 }
 
@@ -153,8 +149,10 @@ class Checkpointing {
   Checkpointing(ProjectConfiguration project, Savers savers);
   ~Checkpointing();
 
+  /// Schedulers and loaders are held weakly: what the program has let go of is not saved. A
+  /// scheduler takes the place of another at the same address, which must be gone.
   void add_scheduler(Stateful scheduler);
-  void add_loader(std::shared_ptr<data::LoaderCore> loader);
+  void add_loader(const std::shared_ptr<data::LoaderCore>& loader);
   void add_object(Stateful object);
   HookHandle add_save_hook(StateHook hook);
   HookHandle add_load_hook(StateHook hook);
@@ -171,6 +169,8 @@ class Checkpointing {
 
  private:
   struct InFlight;
+  // Drops what is gone, and returns the loaders that are left.
+  std::vector<std::shared_ptr<data::LoaderCore>> live_loaders();
   std::filesystem::path checkpoints() const;
   std::filesystem::path next_folder();
   std::filesystem::path newest_folder() const;
@@ -189,8 +189,7 @@ class Checkpointing {
   // What a checkpoint has for this program, read and checked.
   struct Incoming;
   struct IncomingRandom;
-  Incoming read(checkpoints::Load& load, const LoadStateOptions& options,
-                const Prepared& prepared) const;
+  Incoming read(checkpoints::Load& load, const LoadStateOptions& options, const Prepared& prepared);
   IncomingRandom read_random(const checkpoints::Load& load) const;
   void read_parts(checkpoints::Load& load, bool strict, Incoming& incoming) const;
   void set_random(const IncomingRandom& random) const;
@@ -200,7 +199,7 @@ class Checkpointing {
   comm::Group group_;
   std::optional<Writers> writing_;
   std::vector<Stateful> schedulers_;
-  std::vector<std::shared_ptr<data::LoaderCore>> loaders_;
+  std::vector<std::weak_ptr<data::LoaderCore>> loaders_;
   std::vector<Stateful> objects_;
   std::vector<std::shared_ptr<StateHook>> save_hooks_;
   std::vector<std::shared_ptr<StateHook>> load_hooks_;

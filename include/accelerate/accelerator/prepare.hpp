@@ -18,7 +18,8 @@ class Accelerator;
 
 namespace detail {
 
-/// Any of: `X&` (referenced), `X&&`, unique_ptr<X>, shared_ptr<X> (owned). Gives a shared_ptr<X>.
+/// Any of: `X&` (referenced, or owned where it is a module that a shared_ptr owns), `X&&`,
+/// unique_ptr<X>, shared_ptr<X> (owned). Gives a shared_ptr<X>.
 template <class T>
 struct Held {
   using type = T;
@@ -42,7 +43,10 @@ std::shared_ptr<held_t<T>> hold(T&& object) {
                   "prepare() owns what a unique_ptr holds: hand it over with std::move.");
     return std::shared_ptr<held_t<T>>(std::forward<T>(object));
   } else if constexpr (std::is_lvalue_reference_v<T>) {
-    return std::shared_ptr<Object>(std::shared_ptr<void>(), &object);
+    std::shared_ptr<const void> owner;
+    if constexpr (std::derived_from<Object, torch::nn::Module>)
+      owner = object.weak_from_this().lock();
+    return std::shared_ptr<Object>(owner, &object);
   } else {
     return std::make_shared<Object>(std::forward<T>(object));
   }
@@ -153,8 +157,13 @@ struct Prepare<Kind::scheduler> {
       auto scheduler = hold(std::forward<T>(object));
       const torch::optim::Optimizer* optimizer = nullptr;
       if constexpr (requires { scheduler->optimizer(); }) optimizer = &scheduler->optimizer();
-      PreparedScheduler<held_t<T>> prepared(std::move(scheduler),
-                                            accelerator.adapt_scheduler(optimizer));
+      static_assert(SchedulerWithState<held_t<T>>,
+                    "prepare() was given a scheduler whose state cannot be saved, so that a run "
+                    "could not go on from a checkpoint. Give it state_dict() and "
+                    "load_state_dict(const accelerate::Json&), or use one of LibTorch's or of "
+                    "<accelerate/optim/schedules.hpp>.");
+      auto core = accelerator.adapt_scheduler(optimizer, scheduler);
+      PreparedScheduler<held_t<T>> prepared(std::move(scheduler), std::move(core));
       accelerator.checkpointing().add_scheduler(stateful_scheduler(prepared));
       return prepared;
     }

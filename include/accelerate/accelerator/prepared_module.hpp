@@ -23,6 +23,13 @@ namespace detail {
 /// What all handles of one prepared module share.
 struct PreparedModuleCore {
   std::shared_ptr<parallel::Strategy> strategy;
+  /// The one that restore() ended before the module was prepared again, or null. Optimizers may
+  /// have its leaves.
+  std::shared_ptr<parallel::Strategy> before;
+  /// The module's address, which tells it from others only while this keeps its tensors.
+  const void* identity = nullptr;
+  /// It was prepared for training.
+  bool trained = false;
   std::shared_ptr<GradientState> gradient_state;
   at::Device device = at::kCPU;
   MixedPrecision mixed_precision = MixedPrecision::no;

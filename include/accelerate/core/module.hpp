@@ -64,6 +64,14 @@ class ModuleRecord {
   /// Moves parameters and buffers in place, so that every handle a user holds follows.
   void to(at::Device device) const { to_(device); }
 
+  /// False when a parameter or buffer was registered, replaced or taken away since this record was
+  /// made. Some nanoseconds for each.
+  bool is_current() const;
+  /// Makes the record anew from the module as it is now.
+  void refresh();
+  /// How many own the module; this record and its copies count as one.
+  std::size_t owners() const { return owners_(); }
+
  private:
   void collect();
 
@@ -71,7 +79,13 @@ class ModuleRecord {
   std::vector<NamedTensor> parameters_;
   std::vector<NamedTensor> buffers_;
   std::vector<std::vector<std::string>> tied_;
+  // Of the tensors in the order of a walk through the module, those of more than one name each
+  // time. The record has the tensors, so an address stays one tensor's.
+  std::vector<const void*> walk_;
   bool is_torchscript_ = false;
+  std::function<ModuleNode()> describe_;
+  std::function<bool(const std::function<bool(const at::Tensor&)>&)> visit_;
+  std::function<std::size_t()> owners_;
   std::function<bool()> is_training_;
   std::function<void(bool)> train_;
   std::function<void(at::Device)> to_;

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -57,6 +58,12 @@ class GradientState final : public LoaderObserver {
   void end_window() noexcept { ended_ = true; }
   /// Micro-batches begun in the present window, this one included; 1 when nobody accumulates.
   std::int64_t micro_batches() const noexcept { return micro_batches_ > 0 ? micro_batches_ : 1; }
+  /// The number of the micro-batch under way, over all windows; 0 when nobody accumulates.
+  std::int64_t micro_batch() const noexcept { return micro_batch_; }
+  /// The present window has micro-batches between the one numbered `after` and the one under way.
+  bool has_earlier_micro_batches(std::int64_t after) const noexcept {
+    return std::max(first_of_window_, after + 1) < micro_batch_;
+  }
   /// The counter of the rule above, for a checkpoint.
   std::int64_t step() const noexcept { return step_; }
   void set_step(std::int64_t step) noexcept { step_ = step; }
@@ -106,6 +113,8 @@ class GradientState final : public LoaderObserver {
   bool ended_ = false;
   std::int64_t step_ = 0;
   std::int64_t micro_batches_ = 0;
+  std::int64_t micro_batch_ = 0;
+  std::int64_t first_of_window_ = 0;
   std::int64_t window_ = 0;
   Counts counts_ = Counts::unknown;
   double count_ = 0.0;

@@ -14,7 +14,8 @@
 
 namespace torch::optim {
 class LRScheduler;
-}
+class ReduceLROnPlateauScheduler;
+}  // namespace torch::optim
 
 namespace accelerate {
 
@@ -43,15 +44,37 @@ class SchedulerCore {
                 std::vector<std::shared_ptr<OptimizerCore>> optimizers,
                 const SchedulerOptions& options = {});
 
-  /// By how many steps `step()` advances the scheduler now: none within an accumulation window or
-  /// when an optimizer's last step was skipped.
-  std::int64_t steps_due() const;
+  /// Whether `step()` advances the scheduler now: not within an accumulation window, nor when an
+  /// optimizer's last step was skipped.
+  bool is_due() const;
+  /// By how many steps it advances; a resumed schedule may advance by a fraction of a step, which
+  /// is carried on.
+  std::int64_t take_steps();
   const SchedulerOptions& options() const noexcept { return options_; }
+  const std::vector<std::shared_ptr<OptimizerCore>>& optimizers() const noexcept {
+    return optimizers_;
+  }
+  /// Keeps what the scheduler is owned by, if anything, alive as long as this.
+  void keep(std::shared_ptr<const void> scheduler) { scheduler_ = std::move(scheduler); }
+
+  /// How fast the schedule goes, for a checkpoint: its steps for each optimizer step, and how many
+  /// samples that is. `batch`: samples of one step of the loader on all processes together; 0 when
+  /// nobody knows.
+  Json pace(std::int64_t batch) const;
+  /// Has the schedule go on as fast as in the run that saved `pace`, per sample, or per optimizer
+  /// step where the samples are not known, on however many processes. Throws CheckpointError when
+  /// it is no pace.
+  void continue_pace(const Json& pace, std::int64_t batch);
 
  private:
+  std::int64_t samples(std::int64_t batch) const;
+
   std::shared_ptr<GradientState> gradients_;
   std::vector<std::shared_ptr<OptimizerCore>> optimizers_;
   SchedulerOptions options_;
+  std::shared_ptr<const void> scheduler_;
+  // steps_ / of_ steps of the schedule for each batch; carry_ / of_ of a step is left over.
+  std::int64_t steps_ = 1, of_ = 1, carry_ = 0;
 };
 
 /// The state of a LibTorch scheduler: {"step_count", "learning_rates"}. The learning rates are
@@ -60,6 +83,10 @@ Json scheduler_state(const torch::optim::LRScheduler& scheduler);
 /// Gives the scheduler its count and its optimizer the learning rates. Throws CheckpointError when
 /// `state` is something else or has other parameter groups.
 void load_scheduler_state(torch::optim::LRScheduler& scheduler, const Json& state);
+/// The same of the one that follows a metric: {"best", "last_epoch", "num_bad_epochs",
+/// "cooldown_counter"}, as in Python.
+Json scheduler_state(const torch::optim::ReduceLROnPlateauScheduler& scheduler);
+void load_scheduler_state(torch::optim::ReduceLROnPlateauScheduler& scheduler, const Json& state);
 
 /// What `prepare()` can follow an optimizer with: torch::optim's schedulers, those of
 /// <accelerate/optim/schedules.hpp>, and anything else with a `step`.
@@ -68,6 +95,34 @@ concept SchedulerLike = requires(S& scheduler) {
   scheduler.step();
 }
 || requires(S& scheduler) { scheduler.step(0.0F); };
+
+/// A scheduler whose state can be saved and loaded: LibTorch's, and those with `state_dict()` and
+/// `load_state_dict()`.
+template <class S>
+concept SchedulerWithState = requires(S& scheduler, const Json& state) {
+  { scheduler.state_dict() } -> std::convertible_to<Json>;
+  scheduler.load_state_dict(state);
+}
+|| requires(S& scheduler, const Json& state) {
+  scheduler_state(scheduler);
+  load_scheduler_state(scheduler, state);
+};
+template <SchedulerWithState S>
+auto state_of(const S& scheduler) {
+  if constexpr (requires { scheduler.state_dict(); }) {
+    return scheduler.state_dict();
+  } else {
+    return scheduler_state(scheduler);
+  }
+}
+template <SchedulerWithState S>
+void load_state_of(S& scheduler, const Json& state) {
+  if constexpr (requires { scheduler.load_state_dict(state); }) {
+    scheduler.load_state_dict(state);
+  } else {
+    load_scheduler_state(scheduler, state);
+  }
+}
 
 /// What `prepare()` gives for a scheduler: a handle whose copies share one scheduler.
 template <class S>
@@ -83,9 +138,9 @@ class PreparedScheduler {
   template <class... Metric>
   void step(Metric&&... metric) {
     if constexpr (sizeof...(Metric) > 0) {
-      if (core_->steps_due() > 0) scheduler_->step(std::forward<Metric>(metric)...);
+      if (core_->is_due()) scheduler_->step(std::forward<Metric>(metric)...);
     } else {
-      for (std::int64_t left = core_->steps_due(); left > 0; --left) {
+      for (std::int64_t left = core_->take_steps(); left > 0; --left) {
         if constexpr (requires { scheduler_->at_end(); }) {
           if (core_->options().step_with_optimizer() && scheduler_->at_end()) return;
         }
@@ -101,22 +156,14 @@ class PreparedScheduler {
 
   /// Everything needed to go on from here; for torch::optim's schedulers see `scheduler_state`.
   auto state_dict() const {
-    if constexpr (requires { scheduler_->state_dict(); }) {
-      return scheduler_->state_dict();
-    } else {
-      static_assert(std::derived_from<S, torch::optim::LRScheduler>,
-                    "LibTorch gives no access to the state of this scheduler; keep it yourself.");
-      return scheduler_state(*scheduler_);
-    }
+    static_assert(SchedulerWithState<S>,
+                  "This scheduler has no state_dict() and load_state_dict().");
+    return state_of(static_cast<const S&>(*scheduler_));
   }
   void load_state_dict(const Json& state) {
-    if constexpr (requires { scheduler_->load_state_dict(state); }) {
-      scheduler_->load_state_dict(state);
-    } else {
-      static_assert(std::derived_from<S, torch::optim::LRScheduler>,
-                    "LibTorch gives no access to the state of this scheduler; keep it yourself.");
-      load_scheduler_state(*scheduler_, state);
-    }
+    static_assert(SchedulerWithState<S>,
+                  "This scheduler has no state_dict() and load_state_dict().");
+    load_state_of(*scheduler_, state);
   }
 
   const std::shared_ptr<SchedulerCore>& core() const noexcept { return core_; }

@@ -83,6 +83,8 @@ class Ddp final : public Strategy {
   void backward_failed() noexcept override;
   void sync_in_next_backward() override;
   void check_gradients(const std::vector<at::Tensor>& leaves) override;
+  void follow_module() override;
+  void after_step(const std::vector<at::Tensor>& leaves) override;
   void before_zero_grad(const std::vector<at::Tensor>& leaves) override;
   at::Tensor grad_norm(double p) const override;
   void scale_gradients_(const at::Tensor& factor) override;

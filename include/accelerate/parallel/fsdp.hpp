@@ -143,6 +143,8 @@ class Fsdp final : public Strategy {
   std::string_view name() const noexcept override;
   const FsdpOptions& options() const noexcept;
 
+  /// Throws StateError when parameters were registered or taken away since, which are not sharded.
+  void follow_module() override;
   void before_forward(const ForwardContext& context) override;
   void after_forward(const ForwardContext& context,
                      const std::vector<at::Tensor>& outputs) override;

@@ -67,8 +67,13 @@ class Strategy {
   virtual std::string_view name() const noexcept { return "single"; }
   const ModuleRecord& module() const noexcept { return module_; }
 
+  /// Takes notice of parameters and buffers that the program has registered, replaced or frozen
+  /// since; before a forward with gradients, and before a checkpoint. Throws StateError where the
+  /// strategy cannot follow. May be collective: ranks change their modules alike.
+  virtual void follow_module();
+
   /// Around every prepared forward. `outputs` are the tensors of what forward returned.
-  virtual void before_forward(const ForwardContext& context) { forwarded_ |= context.grad_enabled; }
+  virtual void before_forward(const ForwardContext& context);
   virtual void after_forward(const ForwardContext&, const std::vector<at::Tensor>& /*outputs*/) {}
   /// True when after_forward wants the outputs (collecting them costs a walk over the tree).
   virtual bool wants_outputs() const noexcept { return false; }

@@ -45,7 +45,7 @@ class GradScalerOptions {
 /// whether a gradient overflowed, so that they step or skip together and keep equal scales.
 ///
 /// An optimizer is known by a key, any address that stays the same (`PreparedOptimizer` uses that
-/// of the user's optimizer). Between two updates it goes from ready, by `unscale_`, to unscaled, by
+/// of its core). Between two updates it goes from ready, by `unscale_`, to unscaled, by
 /// `step`, to stepped.
 class GradScaler {
  public:
