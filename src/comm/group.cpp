@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 namespace accelerate::comm {
 namespace {
@@ -128,34 +129,71 @@ const std::string& Group::backend() const noexcept { return impl_->backend; }
 const std::vector<int>& Group::global_ranks() const noexcept { return impl_->global_ranks; }
 std::chrono::milliseconds Group::timeout() const noexcept { return impl_->timeout; }
 
-Group Group::split(int color, int key, const std::string& name) const {
-  if (impl_->size == 1) {
-    auto alone = std::make_shared<Impl>();
-    alone->name = name;
-    alone->global_ranks = impl_->global_ranks;
-    return Group(std::move(alone));
-  }
-  struct Choice {
-    int color, key;
+namespace {
+
+Group alone(const std::string& name, std::vector<int> global_ranks) {
+  auto impl = std::make_shared<Group::Impl>();
+  impl->name = name;
+  impl->global_ranks = std::move(global_ranks);
+  return Group(std::move(impl));
+}
+
+}  // namespace
+
+std::string Group::Impl::offer() const { return concat(id, " ", watch->operations()); }
+
+std::vector<std::string> Group::Impl::free_groups(const std::string& of) {
+  const auto is_free = [&](const auto& part) {
+    return part->sharing == Sharing::in_turn && part->name == of && part.use_count() == 1;
   };
-  const Choice mine{color, key};
+  // One in which something failed, or is under way, may be at another place on each rank.
+  std::erase_if(parts, [&](const auto& part) { return is_free(part) && !part->watch->is_idle(); });
+  std::vector<std::string> all;
+  for (const auto& part : parts) {
+    if (is_free(part)) all.push_back(part->offer());
+  }
+  return all;
+}
+
+Group Group::split(int color, int key, const std::string& name, Sharing sharing) const {
+  if (impl_->size == 1) return alone(name, impl_->global_ranks);
+  // What is free here; it is taken only if it is free everywhere.
+  std::vector<std::string> free;
+  if (sharing == Sharing::in_turn) free = impl_->free_groups(name);
   const auto choices =
-      all_gather_bytes(std::string(reinterpret_cast<const char*>(&mine), sizeof mine));
-  std::vector<std::pair<int, int>> members;  // (key, rank in this group)
-  for (int rank = 0; rank < impl_->size; ++rank) {
-    Choice choice{};
-    std::memcpy(&choice, choices[static_cast<std::size_t>(rank)].data(), sizeof choice);
-    if (choice.color == color) members.emplace_back(choice.key, rank);
+      all_gather_bytes(concat(color, "\n", key, "\n", text::join(free, "\n", free.size())));
+  std::vector<std::pair<int, std::size_t>> members;  // (key, rank in this group)
+  std::vector<std::set<std::string>> offers;         // of the members
+  for (std::size_t rank = 0; rank < choices.size(); ++rank) {
+    const auto lines = text::split(choices[rank], '\n');
+    if (text::to_int(lines.at(0)) != color) continue;
+    members.emplace_back(text::to_int(lines.at(1)).value(), rank);
+    offers.emplace_back(lines.begin() + 2, lines.end());
   }
   std::sort(members.begin(), members.end());
   std::vector<int> global_ranks;
-  for (const auto& [ignored, rank] : members) {
-    global_ranks.push_back(impl_->global_ranks[static_cast<std::size_t>(rank)]);
-  }
+  for (const auto& [ignored, rank] : members) global_ranks.push_back(impl_->global_ranks[rank]);
   const std::string id = concat(impl_->id, "/", impl_->splits++, ":", color);
-  auto part = impl_->world->join(id, name, std::move(global_ranks));
-  if (part->watch) part->watch->count_for(impl_->watch);
-  return Group(std::move(part));
+  if (global_ranks.size() == 1) return alone(name, global_ranks);
+
+  const auto is_free_everywhere = [&](const std::string& offer) {
+    return std::all_of(offers.begin(), offers.end(),
+                       [&](const auto& others) { return others.contains(offer); });
+  };
+  if (sharing == Sharing::together && global_ranks == impl_->global_ranks) return *this;
+  for (const auto& made : impl_->parts) {
+    if (made->sharing != sharing || made->global_ranks != global_ranks) continue;
+    if (sharing == Sharing::together || (made->name == name && is_free_everywhere(made->offer())))
+      return Group(made);
+  }
+  const Group part(impl_->world->join(id, name, std::move(global_ranks)));
+  // From here on any rank may drop it: none connects to it any more.
+  part.barrier();
+  part.reset_traffic();
+  part.impl_->watch->count_for(impl_->watch);
+  part.impl_->sharing = sharing;
+  if (sharing != Sharing::none) impl_->parts.push_back(part.impl_);
+  return part;
 }
 
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op) const {

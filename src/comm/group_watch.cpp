@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace accelerate::comm {
@@ -37,6 +38,8 @@ OperationName GroupWatch::operation(const char* kind) const {
 
 void GroupWatch::count(const char* kind, std::int64_t bytes) {
   if (is_world_) liveness_->count_operation();
+  const std::string_view name(kind);
+  if (name != "send" && name != "recv") ++operations_;
   for (GroupWatch* watch = this; watch != nullptr; watch = watch->parent_.get()) {
     const std::lock_guard lock(watch->mutex_);
     auto& count = watch->traffic_[kind];
@@ -126,6 +129,7 @@ std::exception_ptr GroupWatch::broken_connection(const std::exception_ptr& failu
 
 std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
                                        const OperationName& name) const {
+  note_failure();
   const auto kind = classify(failure);
   if (kind == FailureKind::ours) return failure;
   // Whatever the backend says once a rank is lost, that is why.
@@ -254,6 +258,7 @@ void ObservedWork::complete() {
 
 void ObservedWork::fail(const std::exception_ptr& error) {
   if (!claim()) return;
+  watch_->note_failure();
   const auto kept = std::move(kept_);  // until this function returns
   future_->setError(error);
   finish(error);

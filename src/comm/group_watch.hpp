@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -30,6 +31,12 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
 
   OperationName operation(const char* kind) const;
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+
+  /// Collectives that were begun.
+  std::int64_t operations() const noexcept { return operations_; }
+  /// Nothing is under way, and nothing has failed.
+  bool is_idle() const { return !failed_ && !has_works(); }
+  void note_failure() const noexcept { failed_ = true; }
 
   /// Counts for the groups that this one was split from, too.
   void count(const char* kind, std::int64_t bytes);
@@ -78,6 +85,9 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   const std::shared_ptr<Liveness> liveness_;
   const bool is_world_;
   std::shared_ptr<GroupWatch> parent_;
+
+  std::atomic<std::int64_t> operations_{0};
+  mutable std::atomic<bool> failed_{false};
 
   mutable std::mutex mutex_;
   std::map<std::string, Traffic::Count> traffic_;

@@ -9,7 +9,8 @@ namespace accelerate::comm {
 
 using text::concat;
 
-Mesh::Mesh(Group group, Axes axes) : whole_(std::move(group)), axes_(std::move(axes)) {
+Mesh::Mesh(Group group, Axes axes, const std::vector<std::vector<std::string>>& flattened)
+    : whole_(std::move(group)), axes_(std::move(axes)) {
   std::int64_t product = 1;
   std::vector<std::string> described;
   for (std::size_t axis = 0; axis < axes_.size(); ++axis) {
@@ -34,20 +35,41 @@ Mesh::Mesh(Group group, Axes axes) : whole_(std::move(group)), axes_(std::move(a
     coordinates_[axis] = rest % axes_[axis].second;
     rest /= axes_[axis].second;
   }
-  for (std::size_t axis = 0; axis < axes_.size(); ++axis)
-    groups_.push_back(split({axis}, axes_[axis].first));
+  for (const auto& [name, size] : axes_) groups_.emplace(std::vector{name}, split({name}));
+  for (const auto& along : flattened) {
+    for (const auto& axis : along) {
+      if (std::count(along.begin(), along.end(), axis) > 1) {
+        throw ConfigError(
+            concat("The axis \"", axis, "\" was named twice in one flattened group of the mesh."));
+      }
+    }
+    if (!groups_.contains(along)) groups_.emplace(along, split(along));
+  }
 }
 
-Group Mesh::split(const std::vector<std::size_t>& along, const std::string& name) const {
+Group Mesh::split(const std::vector<std::string>& along) const {
+  const auto wide = [this](const std::vector<std::string>& names) {
+    std::vector<std::string> wide;
+    for (const auto& name : names) {
+      if (size(name) > 1) wide.push_back(name);
+    }
+    return wide;
+  };
+  std::vector<std::string> all;
+  for (const auto& [name, size] : axes_) all.push_back(name);
+  if (wide(along) == wide(all)) return whole_;
+  for (const auto& [other, group] : groups_) {
+    if (wide(along) == wide(other)) return group;
+  }
   // The axes left out tell the groups apart; those along it order one group.
   int color = 0;
   for (std::size_t axis = 0; axis < axes_.size(); ++axis) {
-    if (std::find(along.begin(), along.end(), axis) == along.end())
+    if (std::find(along.begin(), along.end(), axes_[axis].first) == along.end())
       color = color * axes_[axis].second + coordinates_[axis];
   }
   int key = 0;
-  for (const std::size_t axis : along) key = key * axes_[axis].second + coordinates_[axis];
-  return whole_.split(color, key, name);
+  for (const auto& name : along) key = key * size(name) + coordinate(name);
+  return whole_.split(color, key, text::join(along, "_"), Sharing::together);
 }
 
 std::size_t Mesh::index(const std::string& axis) const {
@@ -66,21 +88,16 @@ bool Mesh::has(const std::string& axis) const {
 }
 int Mesh::size(const std::string& axis) const { return axes_[index(axis)].second; }
 int Mesh::coordinate(const std::string& axis) const { return coordinates_[index(axis)]; }
-const Group& Mesh::group(const std::string& axis) const { return groups_[index(axis)]; }
+const Group& Mesh::group(const std::string& axis) const {
+  static_cast<void>(index(axis));
+  return groups_.at({axis});
+}
 
-Group Mesh::flattened(const std::vector<std::string>& axes) {
-  std::vector<std::size_t> along;
-  for (const auto& axis : axes) {
-    along.push_back(index(axis));
-    if (std::count(axes.begin(), axes.end(), axis) > 1) {
-      throw ConfigError(
-          concat("The axis \"", axis, "\" was named twice in one flattened group of the mesh."));
-    }
-  }
-  if (along.size() == 1) return groups_[along.front()];
-  if (along.size() == axes_.size() && std::is_sorted(along.begin(), along.end())) return whole_;
-  if (const auto made = flattened_.find(axes); made != flattened_.end()) return made->second;
-  return flattened_.emplace(axes, split(along, text::join(axes, "_"))).first->second;
+const Group& Mesh::flattened(const std::vector<std::string>& axes) const {
+  const auto made = groups_.find(axes);
+  if (made != groups_.end()) return made->second;
+  throw ConfigError(
+      concat("The mesh was not made with a group over the axes ", text::join(axes), "."));
 }
 
 }  // namespace accelerate::comm

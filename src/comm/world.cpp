@@ -195,7 +195,6 @@ std::shared_ptr<Group::Impl> World::join(const std::string& id, const std::strin
   const std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& weak) { return weak.expired(); });
   groups_.push_back(impl);
-  connections_.push_back(impl->process_group);
   return impl;
 }
 
@@ -259,7 +258,6 @@ void World::close(const std::string& failure) noexcept {
     impl->cpu_backend.reset();
     impl->cuda_backend.reset();
   }
-  connections_.clear();
   store_.reset();
 }
 

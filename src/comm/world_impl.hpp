@@ -50,9 +50,6 @@ class World : public std::enable_shared_from_this<World> {
   std::shared_ptr<Liveness> liveness_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<Group::Impl>> groups_;
-  // Kept to the end: a rank that drops a group at once would cut off ranks that still connect to
-  // it.
-  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> connections_;
   bool closed_ = false;
 };
 
@@ -71,11 +68,19 @@ struct Group::Impl {
   std::vector<int> global_ranks{0};
   std::chrono::milliseconds timeout{0};
   std::atomic<int> splits{0};
+  Sharing sharing = Sharing::none;
+  /// Groups split from this one that others are to use too.
+  std::vector<std::shared_ptr<Impl>> parts;
   std::atomic<bool> closed{false};
   std::shared_ptr<GroupWatch> watch;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
   c10::intrusive_ptr<c10d::Backend> cpu_backend;
   c10::intrusive_ptr<c10d::Backend> cuda_backend;
+
+  /// The groups split from this one that wait for their next user; those that cannot have one go.
+  std::vector<std::string> free_groups(const std::string& name);
+  /// Equal on all members that may use this group next: its id and the collectives so far.
+  std::string offer() const;
 };
 
 }  // namespace accelerate::comm

@@ -202,38 +202,40 @@ void Fsdp::Impl::require_sharded() const {
   }
 }
 
-void Fsdp::Impl::make_groups(const comm::Group& group) {
-  int size = group.size();
-  switch (options.sharding_strategy()) {
-    case ShardingStrategy::no_shard:
-      size = 1;
-      break;
-    case ShardingStrategy::hybrid_shard:
-    case ShardingStrategy::hybrid_shard_zero2:
-      size = options.shard_group_size() > 0 ? options.shard_group_size()
-                                            : ranks_of_this_machine(group);
-      if (group.size() % size != 0) {
-        throw ShardingError(text::concat("Hybrid sharding in groups of ", size,
-                                         " ranks needs a number of ranks that is a multiple of it; "
-                                         "there are ",
-                                         group.size(),
-                                         ". Set FsdpOptions::shard_group_size to a divisor."));
-      }
-      break;
-    default:
-      break;
+int shard_size(const FsdpOptions& options, const comm::Group& group) {
+  if (options.sharding_strategy() == ShardingStrategy::no_shard) return 1;
+  const bool hybrid = options.sharding_strategy() == ShardingStrategy::hybrid_shard ||
+                      options.sharding_strategy() == ShardingStrategy::hybrid_shard_zero2;
+  const bool divides = hybrid || options.sharding_strategy() == ShardingStrategy::shard_optimizer;
+  int size = divides ? options.shard_group_size() : 0;
+  if (size == 0) size = hybrid ? ranks_of_this_machine(group) : group.size();
+  if (size < 1 || group.size() % size != 0) {
+    throw ShardingError(text::concat("Hybrid sharding in groups of ", size,
+                                     " ranks needs a number of ranks that is a multiple of it; "
+                                     "there are ",
+                                     group.size(),
+                                     ". Set FsdpOptions::shard_group_size to a divisor."));
   }
-  gather_group = group.split(group.rank() / size, group.rank(), "fsdp_gather");
-  reduce_group = group.split(group.rank() / size, group.rank(), "fsdp_reduce");
-  replicate_group = group.split(group.rank() % size, group.rank(), "fsdp_replicate");
+  return size;
+}
+
+void Fsdp::Impl::make_groups(const comm::Group& group) {
+  const int size = shard_size(options, group);
+  // Modules that are prepared at the same time each have their own: nothing says in which order the
+  // collectives of two modules come.
+  const auto split = [&](int color, const char* of) {
+    return group.split(color, group.rank(), of, comm::Sharing::in_turn);
+  };
+  gather_group = split(group.rank() / size, "fsdp_gather");
+  reduce_group = split(group.rank() / size, "fsdp_reduce");
+  replicate_group = split(group.rank() % size, "fsdp_replicate");
   const int share = options.reshard_after_forward().group_size;
   if (share < 0 || (share > 0 && share < size && size % share != 0)) {
     throw ShardingError(text::concat(
         "FsdpOptions::reshard_after_forward is ", share, " ranks, and it must divide the ", size,
         " ranks that a unit is sharded over. Use a divisor, true or false."));
   }
-  if (share > 1 && share < size)
-    reshard_group = group.split(group.rank() / share, group.rank(), "fsdp_reshard");
+  if (share > 1 && share < size) reshard_group = split(group.rank() / share, "fsdp_reshard");
 }
 
 void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {

@@ -218,7 +218,8 @@ TEST(Waiting, ManyAtOnceFinishInAnyOrder) {
 
 TEST(Mesh, LaysRanksOutAlongAxes) {
   if (world().size() != 4) GTEST_SKIP() << "a mesh of 2 by 2 needs 4 ranks";
-  Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}});
+  const Mesh mesh(world(), {{"dp_replicate", 2}, {"tp", 1}, {"dp_shard", 2}},
+                  {{"dp_replicate", "dp_shard"}, {"dp_shard", "dp_replicate"}, {"tp", "dp_shard"}});
   const int rank = world().rank();
   EXPECT_EQ(mesh.coordinate("dp_replicate"), rank / 2);
   EXPECT_EQ(mesh.coordinate("dp_shard"), rank % 2);
@@ -232,7 +233,13 @@ TEST(Mesh, LaysRanksOutAlongAxes) {
   const auto tensor = at::full({1}, rank, at::kFloat);
   mesh.group("dp_replicate").all_reduce(tensor).wait();
   EXPECT_EQ(tensor.item<float>(), 2.0f * (rank % 2) + 2);
-  EXPECT_THROW(mesh.group("tp"), ConfigError);
+  EXPECT_THROW(mesh.group("cp"), ConfigError);
+  EXPECT_THROW(mesh.flattened({"dp_shard", "tp"}), ConfigError);
+  // What consists of the same ranks is one group.
+  EXPECT_EQ(mesh.flattened({"dp_replicate", "dp_shard"}).impl(), world().impl());
+  EXPECT_EQ(mesh.flattened({"tp", "dp_shard"}).impl(), mesh.group("dp_shard").impl());
+  const Mesh again(world(), {{"a", 2}, {"b", 2}});
+  EXPECT_EQ(again.group("b").impl(), mesh.group("dp_shard").impl());
 }
 
 TEST(Mesh, RefusesWhatDoesNotFit) {

@@ -28,6 +28,18 @@ struct Traffic {
   std::map<std::string, Count> by_kind;
 };
 
+/// Who uses the group that a split gives.
+enum class Sharing {
+  /// The caller alone. The group ends with its last handle, and its connections with it.
+  none,
+  /// The caller alone, until its last handle goes; then the group waits for the next split of this
+  /// name and these processes. For what begins and ends many times, such as a prepared module.
+  in_turn,
+  /// All callers that split off these processes; the group itself where these are all of it. It
+  /// ends with the group that it was split from.
+  together
+};
+
 /// A set of processes that communicate. A cheap handle: copies share one group. In a group of one
 /// every operation is the identity, so that one program serves one process and a thousand.
 ///
@@ -50,8 +62,8 @@ class Group {
   const std::vector<int>& global_ranks() const noexcept;
   std::chrono::milliseconds timeout() const noexcept;
   /// The processes that give the same color, ordered by key, then by rank. Collective over this
-  /// group. Its connections last until the world ends, so split once and keep the group.
-  Group split(int color, int key, const std::string& name) const;
+  /// group.
+  Group split(int color, int key, const std::string& name, Sharing sharing = Sharing::none) const;
 
   /// In place: `tensor` becomes the reduction over all ranks. avg is sum divided by size().
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;

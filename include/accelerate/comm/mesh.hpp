@@ -16,9 +16,10 @@ class Mesh {
  public:
   using Axes = std::vector<std::pair<std::string, int>>;
 
-  /// Makes a group for each axis. Collective over `group`. Throws ConfigError when the sizes do not
-  /// multiply to the size of the group, or a name is empty or comes twice.
-  Mesh(Group group, Axes axes);
+  /// Makes a group for each axis, and for each list of `flattened`; what consists of the same ranks
+  /// is one group. Collective over `group`. Throws ConfigError when the sizes do not multiply to
+  /// the size of the group, or a name is empty, unknown, or comes twice.
+  Mesh(Group group, Axes axes, const std::vector<std::vector<std::string>>& flattened = {});
 
   const Group& whole() const noexcept { return whole_; }
   const Axes& axes() const noexcept { return axes_; }
@@ -29,20 +30,18 @@ class Mesh {
   int coordinate(const std::string& axis) const;
   /// The processes that differ from this one along this axis only, in its order.
   const Group& group(const std::string& axis) const;
-  /// The processes that differ from this one along these axes only, the first of them slowest. Made
-  /// when first asked for, and then collective over the whole group. All axes in their order give
-  /// the whole group itself.
-  Group flattened(const std::vector<std::string>& axes);
+  /// The processes that differ from this one along these axes only, the first of them slowest.
+  /// Throws ConfigError for axes that the mesh was not made to flatten.
+  const Group& flattened(const std::vector<std::string>& axes) const;
 
  private:
   std::size_t index(const std::string& axis) const;
-  Group split(const std::vector<std::size_t>& along, const std::string& name) const;
+  Group split(const std::vector<std::string>& along) const;
 
   Group whole_;
   Axes axes_;
   std::vector<int> coordinates_;
-  std::vector<Group> groups_;
-  std::map<std::vector<std::string>, Group> flattened_;
+  std::map<std::vector<std::string>, Group> groups_;
 };
 
 }  // namespace accelerate::comm

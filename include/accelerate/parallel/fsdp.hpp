@@ -104,10 +104,15 @@ class FsdpOptions {
   TORCH_ARG(bool, all_units_every_pass) = false;
   /// Of no effect any more: ranks always compare which unit they gather or reduce.
   TORCH_ARG(bool, verify_control_flow) = false;
-  /// Ranks of one sharding group in the hybrid strategies; it must divide the number of ranks. 0:
-  /// the ranks of one machine. Default: 0.
+  /// Ranks of one sharding group in the hybrid strategies and shard_optimizer; it must divide the
+  /// number of ranks. 0: the ranks of one machine, and all with shard_optimizer. Under an
+  /// Accelerator it is the size of the mesh's axis dp_shard. Default: 0.
   TORCH_ARG(int, shard_group_size) = 0;
 };
+
+/// Over how many consecutive ranks of `group` a unit is cut. Collective over it. Throws
+/// ShardingError when the number of ranks is not a multiple of that.
+int shard_size(const FsdpOptions& options, const comm::Group& group);
 
 /// What Fsdp did since the last reset.
 struct FsdpStatistics {
