@@ -42,12 +42,13 @@ function(accelerate_add_test name)
     ENVIRONMENT "OMP_NUM_THREADS=1")
 endfunction()
 
-# accelerate_add_distributed_test(NAME SOURCES a_test.cpp ... RANKS 2 4 BACKENDS gloo mpi [ANY_DEVICE] [LABELS ...])
+# accelerate_add_distributed_test(NAME SOURCES a_test.cpp ... RANKS 2 4 BACKENDS gloo mpi [ANY_DEVICE] [COPIES 2 4] [LABELS ...])
 #   One test program of GoogleTest cases that every rank runs, started once for each number of ranks
 #   and backend. gloo: by this project's launcher; mpi: by mpirun, where MPI was found. On the CPU,
-#   unless ANY_DEVICE is given.
+#   unless ANY_DEVICE is given. COPIES: numbers of ranks of which two and two hold the same data, along a mesh axis that has
+#   nothing else to it.
 function(accelerate_add_distributed_test name)
-  cmake_parse_arguments(arg "ANY_DEVICE" "" "SOURCES;RANKS;BACKENDS;LABELS" ${ARGN})
+  cmake_parse_arguments(arg "ANY_DEVICE" "" "SOURCES;RANKS;COPIES;BACKENDS;LABELS" ${ARGN})
   add_executable(${name} ${arg_SOURCES} $<TARGET_OBJECTS:accelerate_distributed_main>)
   accelerate_compile_settings(${name})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
@@ -72,5 +73,11 @@ function(accelerate_add_distributed_test name)
       set_tests_properties(${test} PROPERTIES LABELS "distributed;${backend};${arg_LABELS}" TIMEOUT 300 PROCESSORS ${ranks}
         ENVIRONMENT "OMP_NUM_THREADS=1;ACCELERATE_BACKEND=${backend};ACCELERATE_TIMEOUT=120;${device}")
     endforeach()
+  endforeach()
+  foreach(ranks ${arg_COPIES})
+    set(test ${name}.copies.${ranks}ranks)
+    add_test(NAME ${test} COMMAND accelerate_cli launch -n ${ranks} $<TARGET_FILE:${name}>)
+    set_tests_properties(${test} PROPERTIES LABELS "distributed;gloo;${arg_LABELS}" TIMEOUT 300 PROCESSORS ${ranks}
+      ENVIRONMENT "OMP_NUM_THREADS=1;ACCELERATE_BACKEND=gloo;ACCELERATE_TIMEOUT=120;ACCELERATE_USE_PARALLELISM_CONFIG=1;PARALLELISM_CONFIG_FURTHER_AXES=copy=2;${device}")
   endforeach()
 endfunction()

@@ -110,8 +110,8 @@ int train(int argc, char** argv) {
   auto adam = trainer::make_optimizer(*flags, decoder->parameters());
 
   Pieces pieces(text, Pieces::Part::training);
-  const int64_t global_batch =
-      flags->batch_size * accelerator.num_processes() * accelerator.gradient_accumulation_steps();
+  const int64_t global_batch = flags->batch_size * accelerator.data_parallel_size() *
+                               accelerator.gradient_accumulation_steps();
   const int64_t steps_per_epoch = static_cast<int64_t>(*pieces.size()) / global_batch;
   auto schedule = accelerate::optim::cosine_schedule_with_warmup(
       *adam, /*warmup_steps=*/steps_per_epoch / 20, flags->epochs * steps_per_epoch);

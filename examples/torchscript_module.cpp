@@ -61,7 +61,7 @@ int train(const std::string& module_path, const std::string& data_path) {
       samples += batch.target.size(0);
     }
     const auto share =
-        accelerator.reduce(right).item<double>() / (samples * accelerator.num_processes());
+        accelerator.reduce(right).item<double>() / (samples * accelerator.data_parallel_size());
     accelerator.print("epoch ", epoch, " accuracy ", 100 * share, " % while training");
   }
   return 0;

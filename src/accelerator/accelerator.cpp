@@ -2,6 +2,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
+#include <accelerate/base/topology.hpp>
 #include <accelerate/intercept/key.hpp>
 #include <accelerate/intercept/tagged_storage.hpp>
 #include <accelerate/optim/offloaded.hpp>
@@ -65,10 +66,21 @@ class SynchronizingObserver final : public LoaderObserver {
 
 }  // namespace
 
+namespace {
+
+std::vector<RngType> default_generators(at::Device device) {
+  if (device.is_cuda()) return {RngType::torch, RngType::cuda};
+  return {RngType::torch};
+}
+
+}  // namespace
+
 Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) {
   const Environment environment = Environment::process();
   const ResolvedOptions resolved =
       resolve(options, environment, read_config_file(options, environment));
+  if (const auto& config = resolved.state.parallelism_config())
+    check_axes(mesh_axes(*config, detect_topology(environment).world_size).axes);
   state_ = State::initialize(resolved.state, environment);
   mixed_precision_ = resolved.mixed_precision;
   check_supported(mixed_precision_, device());
@@ -76,15 +88,20 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   fsdp_ = resolved.fsdp;
   ddp_ = resolved.ddp;
   deepspeed_ = resolved.deepspeed;
-  if (strategy_ == StrategyKind::automatic && num_processes() == 1)
+  const MeshAxes& axes = state_->mesh_axes();
+  if (strategy_ == StrategyKind::automatic && axes.data_parallel == 1)
     strategy_ = StrategyKind::single;
-  if (strategy_ == StrategyKind::single && num_processes() > 1) {
+  if (strategy_ == StrategyKind::single && axes.data_parallel > 1) {
     throw ConfigError(text::concat(
-        "The strategy is single, and there are ", num_processes(),
+        "The strategy is single, and there are ", axes.data_parallel,
         " processes, which would each train a module of their own. Use ddp, or start one "
         "process."));
   }
-  gradient_state_ = std::make_shared<GradientState>(resolved.gradient_accumulation, world());
+  follow_axes(axes, strategy_, fsdp_);
+  mesh_ = &state_->mesh();
+  lay_out();
+  gradient_state_ =
+      std::make_shared<GradientState>(resolved.gradient_accumulation, averaging(*mesh_));
   if (mixed_precision_ == MixedPrecision::fp16 && resolved.grad_scaler.enabled()) {
     scaler_ = std::make_shared<GradScaler>(resolved.grad_scaler, world());
   }
@@ -101,6 +118,10 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : options_(options) 
   if (!types.empty() && world().size() > 1) {
     loader_observer_ =
         std::make_shared<SynchronizingObserver>(gradient_state_, std::move(types), world());
+  }
+  if (copies(*mesh_).size() > 1) {
+    loader_observer_ = std::make_shared<SynchronizingObserver>(
+        std::move(loader_observer_), default_generators(device()), copies(*mesh_));
   }
 }
 
@@ -180,6 +201,12 @@ void Accelerator::prune() {
   std::erase_if(schedulers_, [](const auto& entry) { return entry.second.expired(); });
 }
 
+const comm::Group& Accelerator::data_parallel_group() const { return data_parallel(*mesh_); }
+
+void Accelerator::lay_out() {
+  mesh_ = &state_->mesh(shard_size(strategy_, fsdp_, data_parallel_group()));
+}
+
 detail::Prepared Accelerator::prepared() {
   prune();
   detail::Prepared all;
@@ -247,16 +274,20 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   }
 
   if (trained && strategy_ == StrategyKind::automatic) {
-    const StrategyChoice choice = choose_strategy(
-        strategy_facts(record, device(), state_->topology().local_world_size, world()));
+    const StrategyChoice choice = choose_strategy(strategy_facts(
+        record, device(), state_->topology().local_world_size, world(), data_parallel_size()));
     log::info(choice.why);
     strategy_ = choice.kind;
     set_stage(strategy_, fsdp_);
+    lay_out();
   }
   std::shared_ptr<parallel::Strategy> strategy;
   if (trained) {
-    strategy = make_strategy(strategy_, std::move(record), world(), ddp_, fsdp_);
-  } else if (num_processes() > 1) {
+    strategy = make_strategy(strategy_, std::move(record), *mesh_, ddp_, fsdp_);
+    // What is drawn in training, such as dropout, is alike where the same data is trained on.
+    if (const auto& group = copies(*mesh_); group.size() > 1)
+      synchronize_rng_states(default_generators(device()), group);
+  } else if (data_parallel_size() > 1) {
     strategy = std::make_shared<Evaluated>(std::move(record));
   } else {
     strategy = std::make_shared<parallel::Strategy>(std::move(record));
@@ -320,13 +351,13 @@ void Accelerator::link(const std::shared_ptr<OptimizerCore>& optimizer,
   if (!module->trained) {
     // To be watched over, unless there is nothing to average, or a module that has it as a part is
     // trained.
-    if (num_processes() == 1) return;
+    if (data_parallel_size() == 1) return;
     for (const auto& other : modules()) {
       if (other->trained && share_tensors(other->strategy->module(), module->strategy->module()))
         return;
     }
   }
-  const bool cut = num_processes() > 1 && module->strategy->owns_leaves() &&
+  const bool cut = data_parallel_size() > 1 && module->strategy->owns_leaves() &&
                    fsdp_.sharding_strategy() != ShardingStrategy::no_shard;
   if (cut && dynamic_cast<torch::optim::LBFGS*>(&optimizer->optimizer()) != nullptr) {
     for (const at::Tensor& parameter : optimizer->parameters()) {
@@ -368,11 +399,11 @@ std::shared_ptr<SchedulerCore> Accelerator::adapt_scheduler(
                            .step_with_optimizer(options_.step_scheduler_with_optimizer())
                            .split_batches(options_.dataloader().split_batches())
                            .per_process_steps(options_.per_process_scheduler_steps())
-                           .num_processes(num_processes());
+                           .num_processes(data_parallel_size());
   if (options.step_with_optimizer() && options.per_process_steps() && !options.split_batches() &&
-      num_processes() > 1) {
+      data_parallel_size() > 1) {
     log::info(text::concat(
-        "The scheduler advances by ", num_processes(),
+        "The scheduler advances by ", data_parallel_size(),
         " steps for each optimizer step, one for each process, as in Python Accelerate: its length "
         "is to be counted in batches of one process. To count optimizer steps, set "
         "AcceleratorOptions::per_process_scheduler_steps(false)."));
@@ -517,7 +548,7 @@ void Accelerator::join(const std::vector<std::shared_ptr<detail::PreparedModuleC
   for (const auto& module : modules) {
     if (auto* ddp = dynamic_cast<parallel::Ddp*>(module->strategy.get())) {
       joined.push_back(ddp);
-    } else if (num_processes() > 1) {
+    } else if (data_parallel_size() > 1) {
       throw UnsupportedError(text::concat(
           "join_uneven_inputs() was given a module under the strategy \"", module->strategy->name(),
           "\", and only ddp can go on without a rank. Use even_batches."));
@@ -615,7 +646,7 @@ void Accelerator::clip_grad_value_(PreparedModuleBase& model, double limit) {
 }
 
 std::vector<Json> Accelerator::gather_object(const Json& object) const {
-  return comm::gather_object(object, world());
+  return comm::gather_object(object, data_parallel_group());
 }
 
 void Accelerator::broadcast_object_list(std::vector<Json>& objects, int source) const {
@@ -646,11 +677,19 @@ bool Accelerator::check_trigger() {
 data::LoaderContext Accelerator::loader_context() const {
   const Topology& topology = state_->topology();
   data::LoaderContext context;
-  context.group = world();
+  context.group = data_parallel_group();
+  context.copies = copies(*mesh_);
   context.node_rank = topology.node_rank;
   context.num_nodes = topology.num_nodes;
-  context.local_rank = topology.local_rank;
-  context.local_world_size = topology.local_world_size;
+  // Of the data-parallel processes, those on this node.
+  const int first = topology.rank - topology.local_rank;
+  const auto& ranks = context.group.global_ranks();
+  context.local_rank = static_cast<int>(std::count_if(
+      ranks.begin(), ranks.end(), [&](int rank) { return rank >= first && rank < topology.rank; }));
+  context.local_world_size =
+      static_cast<int>(std::count_if(ranks.begin(), ranks.end(), [&](int rank) {
+        return rank >= first && rank < first + topology.local_world_size;
+      }));
   context.device = device();
   context.device_placement = options_.device_placement();
   context.configuration = options_.dataloader();

@@ -111,12 +111,6 @@ void refuse_what_libtorch_lacks(const Environment& environment) {
                                         "program has none of. Unset it; to run a compiled graph, "
                                         "export the module to TorchScript and prepare that."));
   }
-  if (wants("ACCELERATE_USE_PARALLELISM_CONFIG")) {
-    throw UnsupportedError(
-        "The environment variable ACCELERATE_USE_PARALLELISM_CONFIG asks for tensor, context or "
-        "pipeline parallelism, which this version does not have. Unset it, and choose among ddp, "
-        "fsdp and zero1 to zero3 with ACCELERATE_STRATEGY.");
-  }
   if (wants("ACCELERATE_USE_MEGATRON_LM")) {
     throw UnsupportedError(
         "The environment asks for Megatron-LM, a Python library. Unset "
@@ -217,8 +211,9 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
                         const Json& file) {
   refuse_what_libtorch_lacks(environment);
   static const std::vector<std::string> kKeys{
-      "mixed_precision", "gradient_accumulation_steps", "strategy", "cpu",    "backend",
-      "timeout",         "heartbeat_timeout",           "debug",    "device", "fsdp"};
+      "mixed_precision",   "gradient_accumulation_steps", "strategy", "cpu",    "backend",
+      "timeout",           "heartbeat_timeout",           "debug",    "device", "fsdp",
+      "parallelism_config"};
   std::vector<std::string> unknown;
   for (const auto& [key, value] : file.items()) {
     if (std::find(kKeys.begin(), kKeys.end(), key) == kKeys.end()) unknown.push_back(key);
@@ -270,7 +265,10 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
   }
   resolved.ddp = options.ddp();
   resolved.grad_scaler = options.grad_scaler();
-  resolved.deepspeed = read_deepspeed(options, environment);
+  resolved.state.parallelism_config(options.parallelism_config()
+                                        ? options.parallelism_config()
+                                        : resolve_parallelism(environment, file));
+  resolved.deepspeed = read_deepspeed(options, environment, resolved.state.parallelism_config());
   if (resolved.deepspeed) apply_deepspeed(*resolved.deepspeed, resolved);
   set_stage(resolved.strategy, resolved.fsdp);
   set_precision(resolved.mixed_precision, resolved.fsdp);

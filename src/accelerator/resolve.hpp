@@ -29,8 +29,10 @@ ResolvedOptions resolve(const AcceleratorOptions& options, const Environment& en
 
 /// The DeepSpeed configuration of `options`, or the one that the environment names, as Python's
 /// launcher does. Null when neither has one. Throws ConfigError as DeepSpeedConfig::read does.
-std::shared_ptr<const parallel::DeepSpeedConfig> read_deepspeed(const AcceleratorOptions& options,
-                                                                const Environment& environment);
+/// `parallelism` says how many of the processes are data-parallel.
+std::shared_ptr<const parallel::DeepSpeedConfig> read_deepspeed(
+    const AcceleratorOptions& options, const Environment& environment,
+    const std::optional<ParallelismConfig>& parallelism);
 
 /// Puts the configuration's settings where they belong. Throws ConfigError, naming both, when an
 /// option says otherwise.
@@ -42,6 +44,12 @@ void set_stage(StrategyKind strategy, FsdpOptions& fsdp);
 /// FsdpOptions from the original's FSDP_* variables and the object "fsdp" of the configuration
 /// file; nothing when neither asks for it.
 std::optional<FsdpOptions> resolve_fsdp(const Environment& environment, const Json& file);
+
+/// ParallelismConfig from the variables PARALLELISM_CONFIG_*, where
+/// ACCELERATE_USE_PARALLELISM_CONFIG is on, and the object "parallelism_config" of the
+/// configuration file; nothing when neither asks for it.
+std::optional<ParallelismConfig> resolve_parallelism(const Environment& environment,
+                                                     const Json& file);
 
 /// The configuration file named by `options` or the environment, or an empty object. Throws
 /// ConfigError when it cannot be read or is not a JSON object.

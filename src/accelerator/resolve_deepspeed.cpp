@@ -36,12 +36,14 @@ Json from_variables(const Environment& environment) {
 
 }  // namespace
 
-std::shared_ptr<const DeepSpeedConfig> read_deepspeed(const AcceleratorOptions& options,
-                                                      const Environment& environment) {
+std::shared_ptr<const DeepSpeedConfig> read_deepspeed(
+    const AcceleratorOptions& options, const Environment& environment,
+    const std::optional<ParallelismConfig>& parallelism) {
   if (options.deepspeed()) return options.deepspeed();
   if (!environment.get_bool("ACCELERATE_USE_DEEPSPEED").value_or(false)) return nullptr;
   DeepSpeedContext context;
   context.world_size = detect_topology(environment).world_size;
+  if (parallelism) context.world_size = mesh_axes(*parallelism, context.world_size).data_parallel;
   // The loaders come later; what the file says besides "auto" must agree with itself all the same.
   context.micro_batch_size = 1;
   context.gradient_accumulation_steps =

@@ -220,8 +220,9 @@ LoaderCore::Pass LoaderCore::begin_pass() {
   }
   if (!context_.configuration.use_seedable_sampler() && !order_seed_) {
     order_seed_ = draw_seed();
-    if (context_.group.size() > 1) {
-      order_seed_ = text::to_int(context_.group.broadcast_bytes(std::to_string(*order_seed_)));
+    for (const comm::Group& group : {context_.group, context_.copies}) {
+      if (group.size() > 1)
+        order_seed_ = text::to_int(group.broadcast_bytes(std::to_string(*order_seed_)));
     }
   }
   pass_.epoch = next_epoch_;

@@ -8,7 +8,9 @@
 
 #include <ATen/DeviceAccelerator.h>
 
+#include <algorithm>
 #include <mutex>
+#include <utility>
 
 namespace accelerate {
 namespace {
@@ -30,7 +32,8 @@ std::string describe(const StateOptions& options) {
                                               static_cast<double>(options.timeout()->count()) / 1e3)
                                         : std::string("default"),
                       ", debug ", options.debug() ? "on" : "off", ", device ",
-                      options.device() ? options.device()->str() : std::string("by local rank"));
+                      options.device() ? options.device()->str() : std::string("by local rank"),
+                      ", ", options.parallelism_config() ? "a" : "no", " ParallelismConfig");
 }
 
 }  // namespace
@@ -38,7 +41,7 @@ std::string describe(const StateOptions& options) {
 bool StateOptions::operator==(const StateOptions& other) const {
   return cpu() == other.cpu() && backend() == other.backend() && timeout() == other.timeout() &&
          heartbeat_timeout() == other.heartbeat_timeout() && debug() == other.debug() &&
-         device() == other.device();
+         device() == other.device() && parallelism_config() == other.parallelism_config();
 }
 
 at::Device choose_device(const StateOptions& options, int local_rank) {
@@ -72,7 +75,9 @@ at::Device choose_device(const StateOptions& options, int local_rank) {
 State::State(const StateOptions& options, const Environment& environment)
     : options_(options),
       topology_(detect_topology(environment)),
-      device_(choose_device(options, topology_.local_rank)) {
+      device_(choose_device(options, topology_.local_rank)),
+      axes_(accelerate::mesh_axes(options.parallelism_config().value_or(ParallelismConfig()),
+                                  topology_.world_size)) {
   // Read far from here and perhaps late: what cannot be is said now.
   log::level_from_environment();
   environment.get_bool("ACCELERATE_IO_URING");
@@ -86,6 +91,9 @@ State::State(const StateOptions& options, const Environment& environment)
     if (options.heartbeat_timeout()) world.heartbeat_timeout(*options.heartbeat_timeout());
     world_ = comm::create_world(topology_, world);
   }
+  const auto dp_shard = std::find_if(axes_.axes.begin(), axes_.axes.end(),
+                                     [](const auto& axis) { return axis.first == "dp_shard"; });
+  mesh(dp_shard->second);
   if (options.debug()) {
     log::info(
         text::concat("rank ", topology_.rank, " of ", topology_.world_size, " (local ",
@@ -95,6 +103,33 @@ State::State(const StateOptions& options, const Environment& environment)
                      text::format_seconds(static_cast<double>(world_.timeout().count()) / 1e3)),
         log::Ranks::all);
   }
+}
+
+const comm::Mesh& State::mesh(int dp_shard) {
+  if (const auto made = meshes_.find(dp_shard); made != meshes_.end()) return made->second;
+  if (dp_shard < 1 || axes_.data_parallel % dp_shard != 0 || (axes_.divided && !meshes_.empty())) {
+    throw ConfigError(
+        text::concat("A module is to be cut over ", dp_shard, " processes, and ",
+                     axes_.divided ? text::concat("dp_shard has ", meshes_.begin()->first)
+                                   : text::concat(axes_.data_parallel, " are data-parallel"),
+                     ". Choose a number that ", axes_.divided ? "equals" : "divides", " that."));
+  }
+  comm::Mesh::Axes axes = axes_.axes;
+  std::vector<std::string> other;
+  for (auto& [name, size] : axes) {
+    if (name == "dp_replicate") {
+      size = axes_.data_parallel / dp_shard;
+    } else if (name == "dp_shard") {
+      size = dp_shard;
+    } else {
+      other.push_back(name);
+    }
+  }
+  const std::vector<std::vector<std::string>> flattened{{"dp_replicate", "dp_shard"},
+                                                        {"dp_replicate", "dp_shard", "cp"},
+                                                        {"dp_shard", "cp"},
+                                                        std::move(other)};
+  return meshes_.try_emplace(dp_shard, world_, std::move(axes), flattened).first->second;
 }
 
 State::~State() { comm::shutdown(world_); }

@@ -485,14 +485,13 @@ TEST(Resolve, SaysWhereSomethingUnusableWasSaid) {
 }
 
 TEST(Resolve, NamesWhatLibTorchDoesNotHave) {
-  for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{
-           {"ACCELERATE_USE_XLA", "true"},
-           {"ACCELERATE_USE_TPU", "1"},
-           {"ACCELERATE_USE_MPS_DEVICE", "yes"},
-           {"ACCELERATE_DYNAMO_BACKEND", "inductor"},
-           {"ACCELERATE_USE_MEGATRON_LM", "true"},
-           {"ACCELERATE_USE_PARALLELISM_CONFIG", "true"},
-           {"ACCELERATE_TORCH_DEVICE", "mps"}}) {
+  for (const auto& [name, value] :
+       std::vector<std::pair<std::string, std::string>>{{"ACCELERATE_USE_XLA", "true"},
+                                                        {"ACCELERATE_USE_TPU", "1"},
+                                                        {"ACCELERATE_USE_MPS_DEVICE", "yes"},
+                                                        {"ACCELERATE_DYNAMO_BACKEND", "inductor"},
+                                                        {"ACCELERATE_USE_MEGATRON_LM", "true"},
+                                                        {"ACCELERATE_TORCH_DEVICE", "mps"}}) {
     EXPECT_THROW(resolve(AcceleratorOptions(), Environment{{name, value}}, Json::object()),
                  UnsupportedError)
         << name;

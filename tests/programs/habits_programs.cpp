@@ -225,7 +225,7 @@ const Program by_count("normalised_by_counts",
                          auto [model, optimizer] = accelerator.prepare(net, optim);
                          for (int micro = 0; micro < 6; ++micro) {
                            const auto window = accelerator.accumulate(model);
-                           const int samples = 2 + micro + accelerator.process_index();
+                           const int samples = 2 + micro + accelerator.data_parallel_rank();
                            const auto x = batch(accelerator, micro, {samples, 6});
                            accelerator.backward(model(x).sub(0.3).square().sum(), samples);
                            optimizer.step();

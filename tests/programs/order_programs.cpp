@@ -45,7 +45,10 @@ const std::vector<StrategyKind> kSharded{StrategyKind::fsdp, StrategyKind::zero1
 // Each rank's own way, another in each step.
 constexpr auto choose = [](auto& accelerator, int step) {
   return std::vector<std::vector<int>>{
-      {0, 2}, {1}, {2, 1}, {}}[static_cast<std::size_t>((step + accelerator.process_index()) % 4)];
+      {0, 2},
+      {1},
+      {2, 1},
+      {}}[static_cast<std::size_t>((step + accelerator.data_parallel_rank()) % 4)];
 };
 
 constexpr auto train_experts = [](auto& accelerator) {
@@ -89,7 +92,7 @@ const Program one_rank_looks(
             loss_of(model(batch(accelerator, step, {4, 6}), std::vector<int>{0, 1, 2})));
         optimizer.step();
         optimizer.zero_grad();
-        if (step == 1 && accelerator.process_index() == 0) net->leave->weight.norm();
+        if (step == 1 && accelerator.data_parallel_rank() == 0) net->leave->weight.norm();
         accelerator.check();
       }
     });
@@ -102,7 +105,7 @@ const Program a_rank_without_loss(
       for (int step = 0; step < 6; ++step) {
         const Tensor x = batch(accelerator, step, {4, 6}).requires_grad_();
         const Tensor output = model(x, std::vector<int>{0, 1, 2});
-        const bool lost = step > 1 && (step + accelerator.process_index()) % 2 == 0;
+        const bool lost = step > 1 && (step + accelerator.data_parallel_rank()) % 2 == 0;
         accelerator.backward(lost ? x.square().mean() : loss_of(output));
         optimizer.step();
         optimizer.zero_grad();

@@ -226,9 +226,13 @@ class Plain {
 
   const accelerate::comm::Group& world() const noexcept { return world_; }
   at::Device device() const noexcept { return at::kCPU; }
-  int num_processes() const noexcept { return world_.size(); }
-  int process_index() const noexcept { return world_.rank(); }
-  bool is_main_process() const noexcept { return process_index() == 0; }
+  int data_parallel_size() const noexcept { return world_.size(); }
+  int data_parallel_rank() const noexcept { return world_.rank(); }
+  int num_processes() const noexcept { return data_parallel_size(); }
+  int process_index() const noexcept { return data_parallel_rank(); }
+  bool is_main_process() const noexcept {
+    return world_.global_ranks()[static_cast<std::size_t>(world_.rank())] == 0;
+  }
   void wait_for_everyone() const {}
   template <class... Parts>
   void print(const Parts&...) const {}
@@ -360,7 +364,7 @@ void PlainScheduler<S>::step() {
   if (!plain_->sync_) return;
   const bool each = plain_->options_.per_process_scheduler_steps() &&
                     plain_->options_.step_scheduler_with_optimizer();
-  for (int i = 0; i < (each ? plain_->num_processes() : 1); ++i) scheduler_->step();
+  for (int i = 0; i < (each ? plain_->data_parallel_size() : 1); ++i) scheduler_->step();
 }
 
 }  // namespace programs

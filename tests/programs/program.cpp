@@ -20,6 +20,7 @@ namespace programs {
 
 using accelerate::AcceleratorOptions;
 using accelerate::StrategyKind;
+using accelerate::testing::data_parallel;
 using accelerate::testing::world;
 using accelerate::text::concat;
 
@@ -200,7 +201,7 @@ std::string how_it_ended(const std::function<void()>& run, const ErrorCheck& rai
 class Case : public ::testing::Test {
  public:
   Case(std::shared_ptr<Program::Entry> program, StrategyKind strategy)
-      : program_(std::move(program)), where_{strategy, world().size()} {}
+      : program_(std::move(program)), where_{strategy, data_parallel().size()} {}
 
   void TestBody() override {
     const ProgramOptions& options = program_->options;
@@ -228,7 +229,7 @@ class Case : public ::testing::Test {
 
  private:
   void run_plain() {
-    Plain plain(program_->options.options, world());
+    Plain plain(program_->options.options, data_parallel());
     torch::manual_seed(1);
     program_->plain(plain);
     program_->right = std::make_shared<Values>(plain.values());

@@ -216,7 +216,7 @@ std::vector<std::optional<std::string>> tell_all(const std::string& outcome);
 template <class A>
 at::Tensor batch(const A& accelerator, int step, const std::vector<std::int64_t>& sizes,
                  int micro_batch) {
-  return batch_of(accelerator.process_index(), step, sizes, micro_batch);
+  return batch_of(accelerator.data_parallel_rank(), step, sizes, micro_batch);
 }
 
 }  // namespace programs

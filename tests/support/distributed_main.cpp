@@ -33,6 +33,7 @@ class RankPrinter : public ::testing::EmptyTestEventListener {
 }  // namespace
 
 const comm::Group& world() { return accelerator->world(); }
+const comm::Group& data_parallel() { return accelerator->data_parallel_group(); }
 
 }  // namespace accelerate::testing
 

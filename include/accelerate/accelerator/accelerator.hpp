@@ -140,11 +140,12 @@ class Accelerator {
   /// Limits every element of the gradients to [-limit, limit], after `unscale_gradients`.
   void clip_grad_value_(PreparedModuleBase& model, double limit);
 
-  /// Tensors of all ranks, concatenated along dim 0 in rank order; tensors without dimensions
-  /// become vectors. Throws DistributedError on every rank when shapes differ.
+  /// Tensors of all data-parallel ranks (all ranks, unless a ParallelismConfig names other axes),
+  /// concatenated along dim 0 in rank order; tensors without dimensions become vectors. Throws
+  /// DistributedError on every rank when shapes differ.
   template <TensorTree T>
   T gather(const T& tree) const {
-    return comm::gather(tree, world());
+    return comm::gather(tree, data_parallel_group());
   }
   /// As `gather`, without the samples that were repeated to fill up the loader's last batch.
   template <TensorTree T>
@@ -154,36 +155,38 @@ class Accelerator {
   /// all.gather();`
   template <TensorTree T>
   MetricsCollector<T> collect_for_metrics() const {
-    return MetricsCollector<T>(world(), gradient_state_);
+    return MetricsCollector<T>(data_parallel_group(), gradient_state_);
   }
-  /// The sum, or the mean, over all ranks, times `scale`.
+  /// The sum, or the mean, over all data-parallel ranks, times `scale`.
   template <TensorTree T>
   T reduce(const T& tree, comm::Reduction reduction = comm::Reduction::sum,
            double scale = 1.0) const {
-    return comm::reduce(tree, world(), reduction, scale);
+    return comm::reduce(tree, data_parallel_group(), reduction, scale);
   }
   /// The tensors of rank `source`, on every rank.
   template <TensorTree T>
   T broadcast(const T& tree, int source = 0) const {
     return comm::broadcast(tree, world(), source);
   }
-  /// Pads along `dim` to the largest size of any rank, so that the tensors can be gathered.
+  /// Pads along `dim` to the largest size of any data-parallel rank, so that the tensors can be
+  /// gathered.
   template <TensorTree T>
   T pad_across_processes(const T& tree, std::int64_t dim = 0, double pad_index = 0,
                          bool pad_first = false) const {
-    return comm::pad_across_processes(tree, world(), dim, pad_index, pad_first);
+    return comm::pad_across_processes(tree, data_parallel_group(), dim, pad_index, pad_first);
   }
-  /// One JSON value of each rank, in rank order.
+  /// One JSON value of each data-parallel rank, in rank order.
   std::vector<Json> gather_object(const Json& object) const;
   /// `objects` becomes that of rank `source`. All ranks give lists of one length.
   void broadcast_object_list(std::vector<Json>& objects, int source = 0) const;
 
-  /// This rank's contiguous part of `inputs`: a vector, a string, a tensor (along dim 0), or a map
-  /// of them, all of one length. The first ranks get the larger parts. With padding all parts are
-  /// of one size: the last element of the whole input is repeated.
+  /// This data-parallel rank's contiguous part of `inputs`: a vector, a string, a tensor (along dim
+  /// 0), or a map of them, all of one length. The first ranks get the larger parts. With padding
+  /// all parts are of one size: the last element of the whole input is repeated.
   template <class T>
   T split_between_processes(const T& inputs, bool apply_padding = false) const {
-    return accelerate::split_between(inputs, process_index(), num_processes(), apply_padding);
+    return accelerate::split_between(inputs, data_parallel_rank(), data_parallel_size(),
+                                     apply_padding);
   }
 
   /// Collective. Saves everything a resumed run needs to go on exactly: modules, optimizers,
@@ -260,6 +263,20 @@ class Accelerator {
   int num_processes() const noexcept { return state_->num_processes(); }
   int process_index() const noexcept { return state_->process_index(); }
   int local_process_index() const noexcept { return state_->local_process_index(); }
+  /// How the processes are laid out: the axes pp, dp_replicate, dp_shard, cp, sp, tp and those that
+  /// the ParallelismConfig names, each with its size, this process's place along it, and the group
+  /// of processes along it.
+  const comm::Mesh& mesh() const noexcept { return *mesh_; }
+  /// The processes that share the batches of a dataset and whose metrics and counts add up:
+  /// dp_replicate times dp_shard. All processes, unless a ParallelismConfig names other axes.
+  const comm::Group& data_parallel_group() const;
+  int data_parallel_size() const { return data_parallel_group().size(); }
+  /// This process's place among them.
+  int data_parallel_rank() const { return data_parallel_group().rank(); }
+  /// How many processes lie along an axis of the mesh ("tp"), and this one's place among them.
+  /// Throws ConfigError for a name that the mesh does not have.
+  int axis_size(const std::string& axis) const { return mesh().size(axis); }
+  int axis_rank(const std::string& axis) const { return mesh().coordinate(axis); }
   bool is_main_process() const noexcept { return state_->is_main_process(); }
   bool is_local_main_process() const noexcept { return state_->is_local_main_process(); }
   bool is_last_process() const noexcept { return state_->is_last_process(); }
@@ -336,6 +353,8 @@ class Accelerator {
 
  private:
   bool begin_micro_batch();
+  // Collective. Has the mesh agree with the strategy.
+  void lay_out();
   void run_backward(const at::Tensor& loss);
   void require_prepared_optimizers();
   void require_whole_gradients(const char* operation) const;
@@ -352,6 +371,7 @@ class Accelerator {
 
   AcceleratorOptions options_;
   std::shared_ptr<State> state_;
+  const comm::Mesh* mesh_ = nullptr;
   MixedPrecision mixed_precision_ = MixedPrecision::no;
   StrategyKind strategy_ = StrategyKind::single;
   FsdpOptions fsdp_;
@@ -444,8 +464,8 @@ void Accelerator::join_uneven_inputs(Arguments&&... arguments) {
 
 template <TensorTree T>
 T Accelerator::gather_for_metrics(const T& tree) const {
-  std::vector<at::Tensor> gathered =
-      detail::gather_real_rows(tree::tensors(tree), gradient_state_->progress(), world());
+  std::vector<at::Tensor> gathered = detail::gather_real_rows(
+      tree::tensors(tree), gradient_state_->progress(), data_parallel_group());
   T result = tree;
   std::size_t next = 0;
   tree::for_each_tensor(result, [&](at::Tensor& tensor) { tensor = std::move(gathered[next++]); });

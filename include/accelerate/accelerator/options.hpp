@@ -10,6 +10,7 @@
 #include <accelerate/precision/autocast.hpp>
 #include <accelerate/precision/grad_scaler.hpp>
 #include <accelerate/precision/mixed_precision.hpp>
+#include <accelerate/state/parallelism.hpp>
 
 #include <chrono>
 #include <memory>
@@ -64,6 +65,9 @@ struct AcceleratorOptions {
   /// A rank that was silent for so long is taken for dead; zero switches the watch off.
   /// Environment: ACCELERATE_HEARTBEAT_TIMEOUT, in seconds. Default: 8 s.
   TORCH_ARG(std::optional<std::chrono::milliseconds>, heartbeat_timeout) = std::nullopt;
+  /// How the processes are laid out along the axes of parallelism. Environment:
+  /// ACCELERATE_USE_PARALLELISM_CONFIG and PARALLELISM_CONFIG_*. Default: all are data-parallel.
+  TORCH_ARG(std::optional<ParallelismConfig>, parallelism_config) = std::nullopt;
   /// Check every collective on all ranks before it runs. Environment: ACCELERATE_DEBUG_MODE.
   TORCH_ARG(std::optional<bool>, debug) = std::nullopt;
   /// The device, instead of the choice by local rank ("cpu", "cuda:1"). Environment:
@@ -112,7 +116,8 @@ struct AcceleratorOptions {
  public:
   /// A JSON file with any of: mixed_precision, gradient_accumulation_steps, strategy, cpu, backend,
   /// timeout and heartbeat_timeout (seconds), debug, device, fsdp (an object with FsdpOptions'
-  /// names). Environment: ACCELERATE_CONFIG_FILE.
+  /// names), parallelism_config (an object with ParallelismConfig's names). Environment:
+  /// ACCELERATE_CONFIG_FILE.
   TORCH_ARG(std::optional<std::string>, config_file) = std::nullopt;
 };
 

@@ -23,6 +23,8 @@ namespace accelerate::data {
 struct LoaderContext {
   /// The processes the data is shared between: the data-parallel ones.
   comm::Group group;
+  /// The processes that read the same part as this one.
+  comm::Group copies = {};
   /// Where this process is among the nodes; used by `by_node`.
   int node_rank = 0;
   int num_nodes = 1;

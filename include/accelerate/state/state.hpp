@@ -2,13 +2,16 @@
 
 #include <accelerate/base/topology.hpp>
 #include <accelerate/comm/group.hpp>
+#include <accelerate/comm/mesh.hpp>
 #include <accelerate/comm/world.hpp>
+#include <accelerate/state/parallelism.hpp>
 
 #include <c10/core/Device.h>
 #include <torch/arg.h>
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -29,13 +32,15 @@ struct StateOptions {
   TORCH_ARG(bool, debug) = false;
   /// The device, instead of the choice by local rank (the original's ACCELERATE_TORCH_DEVICE).
   TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
+  /// How the processes are laid out. Nothing: all of them are data-parallel.
+  TORCH_ARG(std::optional<ParallelismConfig>, parallelism_config) = std::nullopt;
 
  public:
   bool operator==(const StateOptions& other) const;
 };
 
-/// Which process this is, which device it uses, and the group of all processes: the one singleton
-/// of the library. The Accelerator creates it; nothing below the Accelerator reads it.
+/// Which process this is, which device it uses, and the groups of processes: the one singleton of
+/// the library. The Accelerator creates it; nothing below the Accelerator reads it.
 class State {
  public:
   /// Creates the state, or returns the existing one. Collective on first use. Throws StateError
@@ -54,6 +59,18 @@ class State {
   const Topology& topology() const noexcept { return topology_; }
   at::Device device() const noexcept { return device_; }
   const comm::Group& world() const noexcept { return world_; }
+  /// The processes along the axes of `StateOptions::parallelism_config`. Where it does not divide
+  /// the data-parallel ones, all of them are along dp_replicate.
+  const comm::Mesh& mesh() const { return meshes_.begin()->second; }
+  /// Collective when called with another number than before. The processes along the axes of
+  /// `StateOptions::parallelism_config`, with `dp_shard` data-parallel processes along that axis
+  /// and the rest of them along dp_replicate. It has groups over {dp_replicate, dp_shard},
+  /// {dp_replicate, dp_shard, cp}, {dp_shard, cp}, and over all axes but dp_replicate and dp_shard.
+  /// Kept with its groups until the state goes. Throws ConfigError when the configuration says
+  /// otherwise, or the number does not divide the data-parallel processes.
+  const comm::Mesh& mesh(int dp_shard);
+  /// What the configuration says of the axes.
+  const MeshAxes& mesh_axes() const noexcept { return axes_; }
   const StateOptions& options() const noexcept { return options_; }
 
   int process_index() const noexcept { return topology_.rank; }
@@ -74,6 +91,8 @@ class State {
   Topology topology_;
   at::Device device_;
   comm::Group world_;
+  MeshAxes axes_;
+  std::map<int, comm::Mesh> meshes_;  // by the size of dp_shard, so that the first is the smallest
 };
 
 /// The device of a local rank: `options.device`, the CPU if asked for or if there is no

@@ -67,7 +67,7 @@ class LoaderImpl : public LoaderCore {
       return;
     }
     if constexpr (std::is_default_constructible_v<Batch>) {
-      if (context_.group.rank() == 0) {
+      if (context_.group.rank() == 0 && context_.copies.rank() == 0) {
         parts_ = std::make_unique<Pipeline<std::vector<std::string>>>(
             settings_.workers, settings_.max_jobs, concurrent,
             [this](Step& step) { return plan(step); },
@@ -258,7 +258,9 @@ class LoaderImpl : public LoaderCore {
         }
         if (parts.empty()) parts.assign(context_.group.size(), message.encode());
       }
-      const Dispatched message = Dispatched::decode(context_.group.scatter_bytes(parts));
+      std::string own;
+      if (context_.copies.rank() == 0) own = context_.group.scatter_bytes(parts);
+      const Dispatched message = Dispatched::decode(context_.copies.broadcast_bytes(own));
       if (error) std::rethrow_exception(error);
       if (message.kind == Dispatched::Kind::error)
         throw DataError("Process 0 could not read for the others: " + message.payload);
