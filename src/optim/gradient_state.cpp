@@ -56,6 +56,7 @@ void GradientState::add_backward() {
         "Give every backward of a window a count, or none.");
   }
   counts_ = Counts::none;
+  ++backwards_;
 }
 
 void GradientState::add_backward(double count) {
@@ -76,6 +77,7 @@ void GradientState::add_backward(double count) {
   }
   counts_ = Counts::given;
   count_ += count;
+  ++backwards_;
 }
 
 at::Tensor GradientState::normalisation(const at::Device& device) {

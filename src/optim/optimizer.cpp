@@ -258,6 +258,7 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   }
   ++steps_;
   used_up_ = gradients_->micro_batch();
+  stepped_at_ = gradients_->backwards();
   partial_ = false;
   gradients_->end_window();
   for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->after_step(leaves_[i]);
@@ -320,7 +321,13 @@ void OptimizerCore::finish_gradients() {
 void OptimizerCore::zero_grad(bool set_to_none) {
   require_alive();
   check_own_step();
-  if (!gradients_->sync_gradients()) return;
+  if (!gradients_->sync_gradients()) {
+    // zero_grad(); backward(); step(): what the last window's step used is still there when the
+    // next window begins.
+    const bool first_since = gradients_->micro_batch() == used_up_ + 1;
+    if (stepped_at_ == gradients_->backwards() && first_since) clear_gradients(set_to_none);
+    return;
+  }
   if (partial_ || !gradients_->has_earlier_micro_batches(used_up_))
     return clear_gradients(set_to_none);
   if (in_closure_) {
@@ -370,6 +377,7 @@ void OptimizerCore::clear_gradients(bool set_to_none) {
   }
   if (scaler_ != nullptr) scaler_->forget(this);
   used_up_ = gradients_->micro_batch();
+  stepped_at_.reset();
   partial_ = false;
   gradients_->end_window();
 }

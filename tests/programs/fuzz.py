@@ -23,6 +23,7 @@ BATCH = 20
 # What a program may be refused for: part of the message -> (page, part of the sentence there that says so).
 REFUSALS = {
     "safetensors files do not have": ("checkpoints.md", "cannot save parameters of complex dtypes"),
+    "The ranks went different ways": ("interception.md", "all raise the same `ShardingError`"),
 }
 MOST_REFUSED = 0.05
 FEW = 3  # so many refusals are no rate yet

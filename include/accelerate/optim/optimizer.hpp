@@ -142,6 +142,7 @@ class OptimizerCore {
   std::optional<double> max_norm_;
   std::int64_t normalised_window_ = -1;
   std::int64_t used_up_ = 0;  // the micro-batch of the last step or clearing
+  std::optional<std::int64_t> stepped_at_;  // the backwards before a step; empty once cleared
   bool in_closure_ = false;
   bool partial_ = false;  // a backward failed since the last step or clearing
   std::int64_t steps_ = 0;
