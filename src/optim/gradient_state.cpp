@@ -38,6 +38,7 @@ bool GradientState::begin_micro_batch() {
   ++micro_batches_;
   if (sync_gradients_) first_of_window_ = micro_batch_ + 1;
   ++micro_batch_;
+  backwards_before_ = backwards_;
   if (options_.sync_with_dataloader() && end_of_dataloader()) {
     step_ = 0;
     sync_gradients_ = true;

@@ -328,7 +328,9 @@ void OptimizerCore::zero_grad(bool set_to_none) {
     if (stepped_at_ == gradients_->backwards() && first_since) clear_gradients(set_to_none);
     return;
   }
-  if (partial_ || !gradients_->has_earlier_micro_batches(used_up_))
+  // After the window's last backward, nobody clears but to drop what is there.
+  if (partial_ || gradients_->micro_batch_has_backward() ||
+      !gradients_->has_earlier_micro_batches(used_up_))
     return clear_gradients(set_to_none);
   if (in_closure_) {
     throw StateError(
@@ -337,7 +339,7 @@ void OptimizerCore::zero_grad(bool set_to_none) {
         "step: use it without accumulation.");
   }
   log::warning_once(
-      "zero_grad() was called in the last micro-batch of an accumulation window, before step(). "
+      "zero_grad() was called in the last micro-batch of an accumulation window, before backward(). "
       "The gradients of the window's earlier micro-batches are kept for that step. To leave them "
       "out, call discard_gradients() on the prepared optimizer.");
 }

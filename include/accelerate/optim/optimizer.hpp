@@ -81,8 +81,8 @@ class OptimizerCore {
   /// gradient scaler.
   at::Tensor step(const Closure& closure = nullptr);
   /// Clears the gradients, if they are in sync: forgets them, or fills them with zeros in place.
-  /// While gradients of earlier micro-batches of the window wait for a step it keeps them, and says
-  /// so once, unless a backward has failed since; inside a closure, which would be called again, it
+  /// While gradients of earlier micro-batches wait for the window's last backward it keeps them, and
+  /// says so once, unless a backward has failed since; inside a closure, which would be called again, it
   /// throws StateError.
   void zero_grad(bool set_to_none = true);
   /// Forgets the gradients, wherever in a window, and what was counted of it.
@@ -165,8 +165,8 @@ class PreparedOptimizer {
     return core_->step(closure);
   }
   /// Clears the gradients at the end of an accumulation window, and does nothing within it: not
-  /// before its last micro-batch, nor in that before `step`, so `zero_grad(); backward(); step();`
-  /// is right too.
+  /// before its last micro-batch, nor in that before `backward`, so `zero_grad(); backward();
+  /// step();` is right too.
   void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
   /// Forgets the gradients, those of the earlier micro-batches of a window too: for a batch or
   /// window that is to be left out.
