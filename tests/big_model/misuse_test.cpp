@@ -6,8 +6,8 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/big_model/sizes.hpp>
 #include <accelerate/checkpoint/pt_file.hpp>
-#include <accelerate/intercept/key.hpp>
 #include <accelerate/tracking/tensor_bytes.hpp>
+#include <intercept/key.hpp>
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/serialize.h>
