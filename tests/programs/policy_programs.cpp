@@ -145,6 +145,82 @@ const Program under_autocast(
     {.options = accelerate::AcceleratorOptions().mixed_precision(accelerate::MixedPrecision::bf16),
      .tolerance = 3e-2},
     training({.dtype = torch::kFloat}));
+// What else a program may do with a module that has policies.
+struct OddImpl : nn::Module {
+  nn::Linear linear{register_module("linear", nn::Linear(6, 6))};
+  nn::Conv1d conv{register_module("conv", nn::Conv1d(1, 2, 3))};
+  Tensor scale = register_parameter("scale", torch::full({}, 1.5, torch::kDouble));
+  Tensor down = register_parameter("down", normal({2, 6}));
+  Tensor up = register_parameter("up", normal({6, 2}));
+  bool by_hand = false;
+  OddImpl() { to(torch::kDouble); }
+  Tensor forward(const Tensor& x) {
+    Tensor y = linear(x);
+    if (by_hand) y = y + 2 * 0.5 * x.matmul(down.t()).matmul(up.t());
+    Tensor z = conv(y.unsqueeze(1));
+    if (by_hand) z = z * 3;
+    return z * (by_hand ? scale * 2 : scale);
+  }
+};
+TORCH_MODULE(Odd);
+
+// Computes the operator and multiplies what it gives.
+class Times final : public accelerate::intercept::OperatorPolicy {
+ public:
+  Times(std::string name, double factor) : name_(std::move(name)), factor_(factor) {}
+  std::vector<std::string> operators() const override { return {name_}; }
+  Tensor apply(accelerate::intercept::OperatorCall& call) override {
+    return call.proceed() * factor_;
+  }
+
+ private:
+  std::string name_;
+  double factor_;
+};
+
+std::vector<PolicyAttachment> attach_odd(const Odd& net) {
+  const auto adapters = std::make_shared<policies::LowRank>(net->down, net->up, 0.5);
+  std::vector<PolicyAttachment> all;
+  all.push_back(attach(net->linear->weight, adapters));
+  all.push_back(attach(net->linear->weight, adapters));  // twice
+  all.push_back(attach(net->conv->weight, std::make_shared<Times>("aten::conv1d", 3)));
+  // A number, which weight decay multiplies and adds as well.
+  all.push_back(attach(net->scale, std::make_shared<Times>("aten::mul.Tensor", 2)));
+  all.push_back(attach(net->scale, std::make_shared<Times>("aten::add", 100)));
+  return all;
+}
+
+const Program odd("policy_through_everything_a_program_does", [](auto& accelerator) {
+  Odd net;
+  net->by_hand = is_plain(accelerator);
+  std::vector<PolicyAttachment> attachments;
+  if (!net->by_hand) attachments = attach_odd(net);
+  torch::optim::SGD sgd(net->parameters(),
+                        torch::optim::SGDOptions(0.02).momentum(0.9).weight_decay(0.1));
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  for (int step = 0; step < 3; ++step) {
+    accelerator.backward(loss_of(model(batch(accelerator, step, {4, 6}))));
+    accelerator.clip_grad_norm_(model, 0.5);
+    optimizer.step();
+    optimizer.zero_grad();
+    const auto state = model.state_dict();
+    model.load_state_dict(state);
+    {
+      const auto whole = model.summon_full_params(/*write_back=*/true);
+      const torch::NoGradGuard no_grad;
+      net->linear->weight.mul_(0.99);
+      accelerator.note("whole", loss_of(net->forward(torch::ones({2, 6}, torch::kDouble))));
+    }
+    const torch::NoGradGuard no_grad;
+    net->conv->bias.add_(0.01);
+    net->scale.mul_(0.98);
+  }
+  accelerator.check();
+  model.restore();
+  const torch::NoGradGuard no_grad;
+  accelerator.note("restored", loss_of(net->forward(torch::ones({2, 6}, torch::kDouble))));
+});
+
 // TorchScript: the plain module's text has the adapters, the other's has not.
 constexpr const char* kByHand = R"(
   def forward(self, x):
