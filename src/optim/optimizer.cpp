@@ -4,6 +4,7 @@
 #include <accelerate/core/memory_kind.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
+#include "comm/user_call.hpp"
 #include "optim/own_step.hpp"
 #include "optim/witness.hpp"
 
@@ -225,6 +226,7 @@ bool OptimizerCore::relink(const parallel::Strategy& ended,
 }
 
 at::Tensor OptimizerCore::step(const Closure& closure) {
+  const comm::UserCall call("step() of an optimizer");
   require_alive();
   check_own_step();
   if (!gradients_->sync_gradients()) return {};
@@ -296,6 +298,7 @@ at::Tensor OptimizerCore::step_scaled() {
 }
 
 void OptimizerCore::finish_gradients() {
+  const comm::UserCall call("unscale_gradients()");
   if (scaler_ != nullptr && !scaler_->unscaled(this)) scaler_->unscale_(this, parameters());
   if (!gradients_->normalises() || normalised_window_ == gradients_->window()) return;
   normalised_window_ = gradients_->window();
