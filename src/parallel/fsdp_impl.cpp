@@ -33,6 +33,18 @@ at::Tensor plain_view(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_
   return flat.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
 }
 
+// The threads of a rank would demand units in an order of their own.
+void refuse_forks(const ModuleRecord& module) {
+  const std::string method = module.forking_method();
+  if (method.empty()) return;
+  throw ShardingError(text::concat(
+      "The TorchScript module's method '", method,
+      "' runs parts of the module on other threads (torch.jit.fork). Their units would be gathered "
+      "in an order that differs between ranks. Set FsdpOptions::all_units_every_pass, which "
+      "gathers all units as a pass begins; or export the module without fork, or train it under "
+      "ddp."));
+}
+
 // Ranks that shard different modules would gather nonsense.
 void check_same_on_all_ranks(const std::vector<intercept::UnitPlan>& plans,
                              const comm::Group& group) {
@@ -108,6 +120,9 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
     if (strategy == ShardingStrategy::hybrid_shard) strategy = ShardingStrategy::hybrid_shard_zero2;
   }
+  if (group.size() > 1 && options.sharding_strategy() != ShardingStrategy::no_shard &&
+      !options.all_units_every_pass())
+    refuse_forks(module);
   auto plans = plan_units(module, options);
   check_same_on_all_ranks(plans, group);
   // References that somebody else has may differ between ranks, and the refusal must not.
