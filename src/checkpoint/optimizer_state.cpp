@@ -126,6 +126,11 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
       }
     }
   }
+  // What it has nothing of says so: a state that got lost is noticed.
+  for (const Json& parameters : result.description["param_groups"]) {
+    for (const Json& parameter : parameters.at("params"))
+      states.emplace(parameter.get_ref<const std::string&>(), nullptr);
+  }
   result.description["state"] = std::move(states);
   result.tensors.python = [description = result.description](const std::vector<TensorPart>& parts) {
     return python_state(description, parts);
@@ -151,6 +156,15 @@ at::TensorOptions place_of(const io::Manifest& manifest, const std::string& grou
   return at::TensorOptions()
       .dtype(tensor_dtype(saved->dtype))
       .device(on_cpu ? at::Device(at::kCPU) : leaf.device());
+}
+
+bool has_tensors_of(const io::Manifest& manifest, const std::string& group,
+                    const std::string& parameter) {
+  const auto tensors = manifest.groups.find(group);
+  if (tensors == manifest.groups.end()) return false;
+  const std::string prefix = parameter + "/";
+  const auto first = tensors->second.lower_bound(prefix);
+  return first != tensors->second.end() && first->first.starts_with(prefix);
 }
 
 void load_archive(Optimizer& optimizer, const torch::jit::Module& all) {
@@ -259,7 +273,14 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
       auto& incoming = impl_->states.emplace_back();
       for (const Slot& slot : slots[g]) {
         auto& state = incoming.emplace_back();
-        if (!states.contains(slot.name) || (slot.shard.elements == 0 && !slot.is_whole())) continue;
+        if (!states.contains(slot.name))
+          refuse("it does not say whether the optimizer has a state of '", slot.name, "'.");
+        if (states.at(slot.name).is_null()) {
+          if (has_tensors_of(load.manifest(), name, slot.name))
+            refuse("it has tensors of the state of '", slot.name, "', and says there is none.");
+          continue;
+        }
+        if (slot.shard.elements == 0 && !slot.is_whole()) continue;
         state.emplace();
         if (dynamic_cast<const optim::Adafactor*>(&optimizer) != nullptr &&
             states.at(slot.name).contains("variance") == (slot.shard.leaf.dim() > 1)) {

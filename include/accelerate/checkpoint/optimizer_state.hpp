@@ -26,7 +26,8 @@ struct NamedModule {
 };
 
 struct OptimizerState {
-  /// {"type", "param_groups": [{"options", "params": [names]}], "state": {name: {key: ...}}}.
+  /// {"type", "param_groups": [{"options", "params": [names]}], "state": {name: {key: ...}}};
+  /// the state of a parameter that the optimizer has nothing of is null.
   Json description;
   TensorGroup tensors;
 };
