@@ -51,7 +51,7 @@ PyValue python_state(const Json& description, const std::vector<TensorPart>& par
     PyList indices;
     for (const Json& name : group.at("params")) {
       const auto found = description.at("state").find(name.get<std::string>());
-      if (found != description.at("state").end() && !found->is_null()) {
+      if (found != description.at("state").end()) {
         PyDict entries;
         for (const auto& [key, entry] : found->items()) {
           const std::string full = name.get<std::string>() + "/" + key;

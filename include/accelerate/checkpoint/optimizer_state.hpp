@@ -26,8 +26,8 @@ struct NamedModule {
 };
 
 struct OptimizerState {
-  /// {"type", "param_groups": [{"options", "params": [names]}], "state": {name: {key: ...}}};
-  /// the state of a parameter that the optimizer has nothing of is null.
+  /// {"type", "param_groups": [{"options", "params": [names]}], "state": {name: {key: ...}},
+  /// "without_state": [names]}.
   Json description;
   TensorGroup tensors;
 };
