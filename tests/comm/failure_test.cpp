@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -755,6 +756,14 @@ TEST(Failure, ByFile) {
     EXPECT_EQ(outcome.status, 0) << outcome;
   }
   EXPECT_FALSE(fs::exists(file));
+  ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
+  Ranks piped("part", 2);
+  piped.set("ACCELERATE_RENDEZVOUS_FILE", file.string()).set("ACCELERATE_TIMEOUT", "3").start_all();
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto outcome = piped.outcome(rank);
+    EXPECT_TRUE(outcome.has("which is a named pipe")) << outcome;
+  }
+  fs::remove(file);
   Ranks unwritable("part", 2);
   unwritable.set("ACCELERATE_RENDEZVOUS_FILE", "/nowhere/at/all").start(0);
   EXPECT_TRUE(unwritable.outcome(0).has("cannot be written"));
