@@ -1,5 +1,7 @@
 #include "comm/group_watch.hpp"
 
+#include "comm/user_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
@@ -23,20 +25,27 @@ constexpr std::chrono::seconds kOnTheWay{3};
 }  // namespace
 
 GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
-                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world)
+                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world,
+                       bool debug)
     : name_(std::move(name)),
       rank_(rank),
       global_ranks_(std::move(global_ranks)),
       timeout_(timeout),
       liveness_(std::move(liveness)),
-      is_world_(is_world) {}
+      is_world_(is_world),
+      debug_(debug) {}
 
 OperationName GroupWatch::operation(const char* kind) const {
-  return {kind, name_, rank_, static_cast<int>(global_ranks_.size())};
+  const char* call = debug_ ? UserCall::name() : nullptr;
+  return {kind, name_, rank_, static_cast<int>(global_ranks_.size()), call ? call : ""};
+}
+
+void GroupWatch::note_operation() {
+  if (is_world_) liveness_->count_operation();
 }
 
 void GroupWatch::count(const char* kind, std::int64_t bytes) {
-  if (is_world_) liveness_->count_operation();
+  note_operation();
   for (GroupWatch* watch = this; watch != nullptr; watch = watch->parent_.get()) {
     const std::lock_guard lock(watch->mutex_);
     auto& count = watch->traffic_[kind];
@@ -91,8 +100,9 @@ std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName&
 }
 
 void GroupWatch::check_alive(const char* kind) const {
-  // A rank that left may have done its part before: that is no reason to refuse.
-  if (const auto loss = liveness_->loss())
+  // A rank that left may have done its part before: that is no reason to refuse. Nor is one that
+  // was lost just now.
+  if (const auto loss = liveness_->final_loss())
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
@@ -104,6 +114,11 @@ void GroupWatch::check_present(const char* kind) const {
     if (member && Clock::now() - gone.when > milliseconds(1000))
       std::rethrow_exception(left_error(gone.rank, operation(kind)));
   }
+}
+
+void GroupWatch::check_cause(const char* kind, milliseconds patience) const {
+  if (const auto loss = liveness_->wait_for_loss(patience))
+    std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
 std::exception_ptr GroupWatch::left_error(int world_rank, const OperationName& name) const {
@@ -121,7 +136,7 @@ std::exception_ptr GroupWatch::broken_connection(const std::exception_ptr& failu
       return left_error(gone.rank, name);
     }
   }
-  return translate(failure, name, timeout_);
+  return translate(failure, name, timeout_, debug_);
 }
 
 std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
@@ -139,7 +154,7 @@ std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
     remark = concat(" By its last sign of life, rank ", text::join(behind),
                     " had not started this operation.");
   }
-  return translate(failure, name, timeout_, remark);
+  return translate(failure, name, timeout_, debug_, remark);
 }
 
 void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {
@@ -148,7 +163,8 @@ void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {
     works_.emplace(work.get(), work);
   }
   // A loss found before the work was entered told everyone but it.
-  if (const auto loss = liveness_->loss()) work->fail(lost_error(*loss, work->name(), nullptr));
+  if (const auto loss = liveness_->final_loss())
+    work->fail(lost_error(*loss, work->name(), nullptr));
 }
 
 void GroupWatch::remove(ObservedWork* work) {
@@ -243,7 +259,8 @@ void ObservedWork::complete() {
   try {
     if (finish_) finish_();
   } catch (...) {
-    const auto error = translate(std::current_exception(), name_, watch_->timeout());
+    const auto error =
+        translate(std::current_exception(), name_, watch_->timeout(), watch_->debug());
     future_->setError(error);
     finish(error);
     return;

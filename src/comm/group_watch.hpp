@@ -26,12 +26,15 @@ class ObservedWork;
 class GroupWatch : public LivenessListener, public std::enable_shared_from_this<GroupWatch> {
  public:
   GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
-             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world);
+             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world,
+             bool debug);
 
   OperationName operation(const char* kind) const;
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
-  /// Counts for the groups that this one was split from, too.
+  /// This rank has come to one more operation: what liveness tells the others of it.
+  void note_operation();
+  /// Notes one, and counts it for the groups that this one was split from, too.
   void count(const char* kind, std::int64_t bytes);
   /// To be called before the first collective.
   void count_for(std::shared_ptr<GroupWatch> parent) { parent_ = std::move(parent); }
@@ -43,10 +46,12 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   void abort_on_loss(c10d::Backend* backend);
   void forget(c10d::Backend* backend);
 
-  /// Throws PeerLostError when a rank was lost.
+  /// Throws PeerLostError when a rank was lost a while ago.
   void check_alive(const char* kind) const;
   /// As check_alive, and when a rank of the group left a while ago.
   void check_present(const char* kind) const;
+  /// Throws PeerLostError when a rank is known to be lost, or within `patience` becomes known.
+  void check_cause(const char* kind, std::chrono::milliseconds patience) const;
   /// The library's error for what an operation failed with. Blocks for as long as it takes to learn
   /// who died when a connection broke.
   std::exception_ptr explain(const std::exception_ptr& failure, const OperationName& name) const;
@@ -54,6 +59,8 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   /// The error for a broken connection when nobody was lost.
   std::exception_ptr broken_connection(const std::exception_ptr& failure,
                                        const OperationName& name) const;
+  /// Errors say which call of the program they are about.
+  bool debug() const noexcept { return debug_; }
   bool knows_loss() const { return liveness_->loss().has_value(); }
   std::chrono::milliseconds patience() const { return liveness_->patience(); }
 
@@ -77,6 +84,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Liveness> liveness_;
   const bool is_world_;
+  const bool debug_;
   std::shared_ptr<GroupWatch> parent_;
 
   mutable std::mutex mutex_;

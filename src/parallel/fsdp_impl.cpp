@@ -32,6 +32,18 @@ at::Tensor plain_view(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_
   return flat.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
 }
 
+// The threads of a rank would demand units in an order of their own.
+void refuse_forks(const ModuleRecord& module) {
+  const std::string method = module.forking_method();
+  if (method.empty()) return;
+  throw ShardingError(text::concat(
+      "The TorchScript module's method '", method,
+      "' runs parts of the module on other threads (torch.jit.fork). Their units would be gathered "
+      "in an order that differs between ranks. Set FsdpOptions::all_units_every_pass, which "
+      "gathers all units as a pass begins; or export the module without fork, or train it under "
+      "ddp."));
+}
+
 // Ranks that shard different modules would gather nonsense.
 void check_same_on_all_ranks(const std::vector<intercept::UnitPlan>& plans,
                              const comm::Group& group) {
@@ -107,6 +119,9 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
     if (strategy == ShardingStrategy::hybrid_shard) strategy = ShardingStrategy::hybrid_shard_zero2;
   }
+  if (group.size() > 1 && options.sharding_strategy() != ShardingStrategy::no_shard &&
+      !options.all_units_every_pass())
+    refuse_forks(module);
   auto plans = plan_units(module, options);
   check_same_on_all_ranks(plans, group);
   // References that somebody else has may differ between ranks, and the refusal must not.
@@ -381,17 +396,25 @@ void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
   if (options.backward_prefetch() == BackwardPrefetch::backward_post) engine->prefetch(1);
 }
 
-void Fsdp::Impl::finish_reduction() {
-  if (!under_way) return;
-  Reduction reduction = std::move(*under_way);
-  under_way.reset();
+Fsdp::Impl::Reduction Fsdp::Impl::average_replicas(Reduction reduction) {
+  if (!reduction.scatter) return reduction;
   const Unit& unit = *reduction.unit;
-  Part& part = parts[static_cast<std::size_t>(unit.index())];
   wait_for(unit, "Reducing the gradients of", std::exchange(reduction.scatter, nullptr));
   if (replicate_group.size() > 1) {
-    for_unit(unit, "Reducing the gradients of",
-             [&] { replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg).wait(); });
+    for_unit(unit, "Reducing the gradients of", [&] {
+      reduction.mean = replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg);
+    });
   }
+  return reduction;
+}
+
+void Fsdp::Impl::finish_reduction() {
+  if (!under_way) return;
+  // Out of the way, should it fail.
+  Reduction reduction = average_replicas(std::exchange(under_way, std::nullopt).value());
+  const Unit& unit = *reduction.unit;
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  for_unit(unit, "Reducing the gradients of", [&] { reduction.mean.wait(); });
   reduction.gradients.flat.reset();
   auto& used = reduction.gradients.used;
   if (std::find(used.begin(), used.end(), false) != used.end()) {
@@ -479,12 +502,22 @@ void Fsdp::Impl::wait_for_served(std::size_t most_left) {
 void Fsdp::Impl::join_backward() {
   const Quiet quiet;
   using Others = ControlFlow::Others;
-  const Others others = control_flow->join(
-      reduces && gradients->keeps(all_parameters()),
-      {.serve = [&](const ControlFlow::Step& step) { serve(step); },
-       .can_finish = [&] { return under_way && ControlFlow::has_started(under_way->scatter); },
-       .finish = [&] { finish_reduction(); }});
-  wait_for_served(0);
+  const ControlFlow::Follower follower{
+      .serve = [&](const ControlFlow::Step& step) { serve(step); },
+      .can_finish =
+          [&] {
+            return under_way && under_way->scatter && ControlFlow::has_started(under_way->scatter);
+          },
+      // To wait for the mean would keep those waiting that gather first.
+      .finish =
+          [&] { under_way = average_replicas(std::exchange(under_way, std::nullopt).value()); }};
+  const std::int64_t before = reductions;
+  Others others;
+  do {
+    others = control_flow->join(reduces && gradients->keeps(all_parameters()), follower);
+    wait_for_served(0);
+    // Where the others reduced nothing, it was the backward pass of a micro-batch before.
+  } while (others == Others::passed && reduces && reductions == before);
   if (others == Others::none) return;
   // No rank's backward met a unit, and gradients of micro-batches before wait on one.
   if (others == Others::keep) gradients->give_all_kept();
