@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
 
 namespace accelerate::comm {
@@ -157,18 +158,30 @@ std::vector<std::string> Group::Impl::free_groups(const std::string& of) {
 
 Group Group::split(int color, int key, const std::string& name, Sharing sharing) const {
   if (impl_->size == 1) return alone(name, impl_->global_ranks);
-  // What is free here; it is taken only if it is free everywhere.
-  std::vector<std::string> free;
-  if (sharing == Sharing::in_turn) free = impl_->free_groups(name);
-  const auto choices =
-      all_gather_bytes(concat(color, "\n", key, "\n", text::join(free, "\n", free.size())));
+  // A group that waits here is taken only if it waits everywhere, and one that this rank has let go
+  // of is closed once all have: what they have yet to receive may be in buffers that closing
+  // throws away.
+  std::string mine = concat(color, "\n", key);
+  if (sharing == Sharing::in_turn) {
+    for (const std::string& offer : impl_->free_groups(name)) mine += concat("\n", offer);
+  }
+  const auto dropped = impl_->world->dropped(impl_->id);
+  for (const auto& [id, ranks] : dropped) mine += concat("\n", id);
   std::vector<std::pair<int, std::size_t>> members;  // (key, rank in this group)
-  std::vector<std::set<std::string>> offers;         // of the members
-  for (std::size_t rank = 0; rank < choices.size(); ++rank) {
-    const auto lines = text::split(choices[rank], '\n');
-    if (text::to_int(lines.at(0)) != color) continue;
-    members.emplace_back(text::to_int(lines.at(1)).value(), rank);
-    offers.emplace_back(lines.begin() + 2, lines.end());
+  std::map<int, std::set<std::string>> said;         // by rank of the world
+  for (const std::string& bytes : all_gather_bytes(mine)) {
+    const auto lines = text::split(bytes, '\n');
+    const std::size_t rank = said.size();
+    said[impl_->global_ranks[rank]].insert(lines.begin() + 2, lines.end());
+    if (text::to_int(lines.at(0)) == color)
+      members.emplace_back(text::to_int(lines.at(1)).value(), rank);
+  }
+  const auto all_say = [&](const std::vector<int>& ranks, const std::string& line) {
+    return std::all_of(ranks.begin(), ranks.end(),
+                       [&](int rank) { return said.at(rank).contains(line); });
+  };
+  for (const auto& [id, ranks] : dropped) {
+    if (all_say(ranks, id)) impl_->world->close_dropped(id);
   }
   std::sort(members.begin(), members.end());
   std::vector<int> global_ranks;
@@ -176,20 +189,14 @@ Group Group::split(int color, int key, const std::string& name, Sharing sharing)
   const std::string id = concat(impl_->id, "/", impl_->splits++, ":", color);
   if (global_ranks.size() == 1) return alone(name, global_ranks);
 
-  const auto is_free_everywhere = [&](const std::string& offer) {
-    return std::all_of(offers.begin(), offers.end(),
-                       [&](const auto& others) { return others.contains(offer); });
-  };
   if (sharing == Sharing::together && global_ranks == impl_->global_ranks) return *this;
   for (const auto& made : impl_->parts) {
     if (made->sharing != sharing || made->global_ranks != global_ranks) continue;
-    if (sharing == Sharing::together || (made->name == name && is_free_everywhere(made->offer())))
+    if (sharing == Sharing::together ||
+        (made->name == name && all_say(global_ranks, made->offer())))
       return Group(made);
   }
   const Group part(impl_->world->join(id, name, std::move(global_ranks)));
-  // From here on any rank may drop it: none connects to it any more.
-  part.barrier();
-  part.reset_traffic();
   part.impl_->watch->count_for(impl_->watch);
   part.impl_->sharing = sharing;
   if (sharing != Sharing::none) impl_->parts.push_back(part.impl_);

@@ -198,6 +198,28 @@ std::shared_ptr<Group::Impl> World::join(const std::string& id, const std::strin
   return impl;
 }
 
+void World::drop(const Group::Impl& group) {
+  const std::lock_guard lock(mutex_);
+  if (!closed_) dropped_.try_emplace(group.id, Dropped{group.global_ranks, group.process_group});
+}
+
+std::vector<std::pair<std::string, std::vector<int>>> World::dropped(const std::string& id) {
+  const std::string prefix = id + "/";
+  std::vector<std::pair<std::string, std::vector<int>>> all;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [part, group] : dropped_) {
+    if (part.starts_with(prefix)) all.emplace_back(part, group.global_ranks);
+  }
+  return all;
+}
+
+void World::close_dropped(const std::string& id) {
+  const auto group = [&] {
+    const std::lock_guard lock(mutex_);
+    return dropped_.extract(id);
+  }();
+}
+
 World::BackendPtr World::make_backend(Backend backend, const c10::intrusive_ptr<c10d::Store>& store,
                                       const Group::Impl& group) const {
   std::vector<BackendPtr> aborted;
@@ -258,6 +280,7 @@ void World::close(const std::string& failure) noexcept {
     impl->cpu_backend.reset();
     impl->cuda_backend.reset();
   }
+  dropped_.clear();
   store_.reset();
 }
 

@@ -10,9 +10,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace accelerate::comm {
@@ -29,6 +31,12 @@ class World : public std::enable_shared_from_this<World> {
   /// equal on all of them and used once.
   std::shared_ptr<Group::Impl> join(const std::string& id, const std::string& name,
                                     std::vector<int> global_ranks);
+  /// Takes the connections of a group whose last handle went.
+  void drop(const Group::Impl& group);
+  /// The dropped groups that were split from the one with this id, and their ranks.
+  std::vector<std::pair<std::string, std::vector<int>>> dropped(const std::string& id);
+  /// To be called once all its ranks have dropped it.
+  void close_dropped(const std::string& id);
   /// `failure`: why this process fails ("it ended with exit code 1"), for the others; empty when it
   /// leaves because it is done.
   void close(const std::string& failure = {}) noexcept;
@@ -50,6 +58,11 @@ class World : public std::enable_shared_from_this<World> {
   std::shared_ptr<Liveness> liveness_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<Group::Impl>> groups_;
+  struct Dropped {
+    std::vector<int> global_ranks;
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+  };
+  std::map<std::string, Dropped> dropped_;  // by id
   bool closed_ = false;
 };
 
@@ -77,6 +90,9 @@ struct Group::Impl {
   c10::intrusive_ptr<c10d::Backend> cpu_backend;
   c10::intrusive_ptr<c10d::Backend> cuda_backend;
 
+  ~Impl() {
+    if (process_group) world->drop(*this);
+  }
   /// The groups split from this one that wait for their next user; those that cannot have one go.
   std::vector<std::string> free_groups(const std::string& name);
   /// Equal on all members that may use this group next: its id and the collectives so far.

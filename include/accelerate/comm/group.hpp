@@ -30,7 +30,8 @@ struct Traffic {
 
 /// Who uses the group that a split gives.
 enum class Sharing {
-  /// The caller alone. The group ends with its last handle, and its connections with it.
+  /// The caller alone. The group ends with its last handle; its connections are closed at the next
+  /// split after all its ranks have let go of it.
   none,
   /// The caller alone, until its last handle goes; then the group waits for the next split of this
   /// name and these processes. For what begins and ends many times, such as a prepared module.
