@@ -1,5 +1,7 @@
 // What happens when a run goes wrong. The tests start ranks of this very program, which play the
 // case named in FAILURE_CASE, and look at what each rank says and how long it took.
+#include "comm/world_impl.hpp"
+
 #include <accelerate/base/environment.hpp>
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/topology.hpp>
@@ -103,6 +105,16 @@ void play(const std::string& name, const Group& world) {
     if (rank == 2) std::this_thread::sleep_for(milliseconds(400));
     world.broadcast(at::ones({4}), 0).wait();
     throw ConfigError("the ranks differ");
+  } else if (name == "failed_pass") {
+    // What Ddp does when an exception ends a backward pass; the others wait for its gradients.
+    reduce(world);
+    for (int pass = 0; pass < 2; ++pass) {  // the first fails everywhere
+      if (pass == 0 || rank == victim) {
+        world.impl()->watch->say_failed_pass();
+        world.impl()->watch->wait_until_all_failed();
+      }
+      reduce(world);
+    }
   } else if (name == "unwaited") {
     const Work left_alone = world.all_reduce(at::ones({1 << 24}));
   } else if (name == "shapes") {
@@ -350,6 +362,19 @@ TEST(Failure, AnExceptionInOneRankEndsTheOthers) {
   EXPECT_TRUE(culprit.has("the data of this rank are unreadable")) << culprit;
   for (const int rank : {0, 2})
     expect_lost(run.outcome(rank), 1, "an exception ended its part in the run", 8);
+}
+
+TEST(Failure, ABackwardPassThatFailsOnOneRankEndsTheOthers) {
+  Ranks run("failed_pass", 3);
+  run.start_all();
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_EQ(outcome.status, 3) << outcome;
+    EXPECT_LT(outcome.seconds, 12) << outcome;  // 5 s, the start and a busy machine
+    if (rank == 1) continue;
+    EXPECT_TRUE(outcome.has("DistributedError|all_reduce|")) << outcome;
+    EXPECT_TRUE(outcome.has("the backward pass of rank 1 failed")) << outcome;
+  }
 }
 
 TEST(Failure, TheEndOfARankBreaksNothingThatOthersCanFinish) {
