@@ -2,11 +2,11 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
-#include <accelerate/intercept/key.hpp>
-#include <accelerate/intercept/tagged_storage.hpp>
 #include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
+#include <intercept/policies.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include "accelerator/make_strategy.hpp"
 #include "accelerator/resolve.hpp"
@@ -223,7 +223,7 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   prune();
   for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
     for (const auto& [name, tensor] : *tensors) {
-      if (!intercept::is_tagged(tensor)) continue;
+      if (!intercept::is_claimed(tensor)) continue;
       throw StateError(text::concat(
           "The module's ", name,
           " comes and goes already: the module was dispatched by a device map, or another "

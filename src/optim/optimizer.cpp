@@ -2,6 +2,7 @@
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
+#include <accelerate/intercept/operator_policy.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
 #include "comm/user_call.hpp"
@@ -240,11 +241,13 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   skipped_.reset();
   at::Tensor result;
   const MemoryKindScope kind(MemoryKind::optimizer_state);
+  const intercept::WithoutPolicies without_policies;
   if (closure) {
     in_closure_ = true;
     try {
       result = optimizer_->step([&] {
         const MemoryKindScope its_own(MemoryKind::other);
+        const intercept::ForwardScope forward;
         at::Tensor loss = closure();
         ready_gradients();
         return loss;

@@ -1,6 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <intercept/quiet.hpp>
+#include <intercept/torchscript.hpp>
 #include <parallel/fsdp_impl.hpp>
 #include <parallel/shared_memory.hpp>
 #include <parallel/unit_plan.hpp>
@@ -9,8 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/jit/codegen/fuser/interface.h>
-#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -147,12 +146,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
         break;
     }
   }
-  if (module.is_torchscript()) {
-    // A fused kernel would read parameters past the dispatcher.
-    torch::jit::setTensorExprFuserEnabled(false);
-    torch::jit::overrideCanFuseOnCPU(false);
-    torch::jit::overrideCanFuseOnGPU(false);
-  }
+  if (module.is_torchscript()) intercept::switch_off_fusers();
   const int units = static_cast<int>(plans.size());
   ControlFlow::Options agreement;
   agreement.gather_ranks = gather_group.size();
