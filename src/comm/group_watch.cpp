@@ -1,5 +1,7 @@
 #include "comm/group_watch.hpp"
 
+#include "comm/user_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
@@ -23,20 +25,27 @@ constexpr std::chrono::seconds kOnTheWay{3};
 }  // namespace
 
 GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
-                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world)
+                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world,
+                       bool debug)
     : name_(std::move(name)),
       rank_(rank),
       global_ranks_(std::move(global_ranks)),
       timeout_(timeout),
       liveness_(std::move(liveness)),
-      is_world_(is_world) {}
+      is_world_(is_world),
+      debug_(debug) {}
 
 OperationName GroupWatch::operation(const char* kind) const {
-  return {kind, name_, rank_, static_cast<int>(global_ranks_.size())};
+  const char* call = debug_ ? UserCall::name() : nullptr;
+  return {kind, name_, rank_, static_cast<int>(global_ranks_.size()), call ? call : ""};
+}
+
+void GroupWatch::note_operation() {
+  if (is_world_) liveness_->count_operation();
 }
 
 void GroupWatch::count(const char* kind, std::int64_t bytes) {
-  if (is_world_) liveness_->count_operation();
+  note_operation();
   for (GroupWatch* watch = this; watch != nullptr; watch = watch->parent_.get()) {
     const std::lock_guard lock(watch->mutex_);
     auto& count = watch->traffic_[kind];
@@ -160,7 +169,7 @@ std::exception_ptr GroupWatch::broken_connection(const std::exception_ptr& failu
       return left_error(gone.rank, name);
     }
   }
-  return translate(failure, name, timeout_);
+  return translate(failure, name, timeout_, debug_);
 }
 
 std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
@@ -178,7 +187,7 @@ std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
     remark = concat(" By its last sign of life, rank ", text::join(behind),
                     " had not started this operation.");
   }
-  return translate(failure, name, timeout_, remark);
+  return translate(failure, name, timeout_, debug_, remark);
 }
 
 void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {
@@ -288,7 +297,8 @@ void ObservedWork::complete() {
   try {
     if (finish_) finish_();
   } catch (...) {
-    const auto error = translate(std::current_exception(), name_, watch_->timeout());
+    const auto error =
+        translate(std::current_exception(), name_, watch_->timeout(), watch_->debug());
     future_->setError(error);
     finish(error);
     return;

@@ -27,12 +27,15 @@ class ObservedWork;
 class GroupWatch : public LivenessListener, public std::enable_shared_from_this<GroupWatch> {
  public:
   GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
-             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world);
+             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world,
+             bool debug);
 
   OperationName operation(const char* kind) const;
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
-  /// Counts for the groups that this one was split from, too.
+  /// This rank has come to one more operation: what liveness tells the others of it.
+  void note_operation();
+  /// Notes one, and counts it for the groups that this one was split from, too.
   void count(const char* kind, std::int64_t bytes);
   /// To be called before the first collective.
   void count_for(std::shared_ptr<GroupWatch> parent) { parent_ = std::move(parent); }
@@ -57,6 +60,8 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   /// The error for a broken connection when nobody was lost.
   std::exception_ptr broken_connection(const std::exception_ptr& failure,
                                        const OperationName& name) const;
+  /// Errors say which call of the program they are about.
+  bool debug() const noexcept { return debug_; }
   bool knows_loss() const { return liveness_->loss().has_value(); }
   std::chrono::milliseconds patience() const { return liveness_->patience(); }
 
@@ -90,6 +95,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Liveness> liveness_;
   const bool is_world_;
+  const bool debug_;
   std::shared_ptr<GroupWatch> parent_;
   std::atomic<int> broken_by_{-1};
 

@@ -1,5 +1,7 @@
 #include "parallel/control_flow.hpp"
 
+#include "comm/agreed_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
@@ -49,6 +51,8 @@ ControlFlow::Step step_of(Event event, std::int64_t code) {
 }  // namespace
 
 void ControlFlow::Ticket::run() {
+  // Ranks may start what they agreed on in another order, of gathers and of reductions.
+  const comm::AgreedCall agreed;
   try {
     if (after) {
       // Behind what its tensors need, but not behind what was queued since.
