@@ -36,7 +36,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   /// Collectives that were begun.
   std::int64_t operations() const noexcept { return operations_; }
   /// Nothing is under way, and nothing has failed.
-  bool is_idle() const { return !failed_ && !has_works(); }
+  bool is_idle() const { return !failed_ && !is_broken() && !has_works(); }
   void note_failure() const noexcept { failed_ = true; }
 
   /// This rank has come to one more operation: what liveness tells the others of it.
