@@ -22,6 +22,7 @@ std::string flat_name(const Unit& unit) { return unit.name() + ".flat"; }
 
 std::vector<ParameterShard> Fsdp::shards() const {
   impl_->engine->take_assigned();
+  impl_->wait_for_copies();  // a checkpoint is read right into them
   std::map<const void*, ParameterShard> found;
   for (const auto& unit : impl_->engine->units()) {
     const Impl::Part& part = impl_->parts[static_cast<std::size_t>(unit->index())];
