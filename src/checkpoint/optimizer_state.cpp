@@ -249,13 +249,18 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
     const Json& states = description.at("state");
     // What the optimizer has already is filled again, so that there is never a second copy.
     const torch::jit::Module present = saved_archive(optimizer).attr("state").toModule();
-    const auto present_state = [&](std::size_t g, std::size_t p, const std::string& key) {
+    const auto present_states = [&](std::size_t g, std::size_t p) {
       const std::string parameter = std::to_string(reinterpret_cast<std::size_t>(
           optimizer.param_groups()[g].params()[p].unsafeGetTensorImpl()));
-      if (!present.hasattr(parameter)) return at::Tensor();
-      const torch::jit::Module state = present.attr(parameter).toModule();
-      return state.hasattr(key) && state.attr(key).isTensor() ? state.attr(key).toTensor()
-                                                              : at::Tensor();
+      std::optional<torch::jit::Module> state;
+      if (present.hasattr(parameter)) state = present.attr(parameter).toModule();
+      return state;
+    };
+    const auto present_state = [&](std::size_t g, std::size_t p, const std::string& key) {
+      const auto state = present_states(g, p);
+      return state && state->hasattr(key) && state->attr(key).isTensor()
+                 ? state->attr(key).toTensor()
+                 : at::Tensor();
     };
     for (std::size_t g = 0; g < slots.size(); ++g) {
       auto& options = impl_->options.emplace_back();
@@ -264,7 +269,16 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
       auto& incoming = impl_->states.emplace_back();
       for (const Slot& slot : slots[g]) {
         auto& state = incoming.emplace_back();
-        if (!states.contains(slot.name) || slot.is_elsewhere()) continue;
+        if (!states.contains(slot.name)) continue;
+        if (slot.is_elsewhere()) {
+          // Nothing of the parameter is here. Adagrad wants a state all the same.
+          if (const auto had = present_states(g, incoming.size() - 1)) {
+            state.emplace();
+            for (const auto& attribute : had->named_attributes(/*recurse=*/false))
+              state->emplace(attribute.name, attribute.value);
+          }
+          continue;
+        }
         state.emplace();
         if (dynamic_cast<const optim::Adafactor*>(&optimizer) != nullptr &&
             states.at(slot.name).contains("variance") == (slot.shard.tensor.dim() > 1)) {

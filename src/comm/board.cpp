@@ -33,6 +33,8 @@ namespace {
 constexpr const char* kName = "accelerate-board";
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kLongestNotice = 2000;
+// Until this rank hears of a loss that another may have failed by.
+constexpr std::chrono::milliseconds kUntilHeard{500};
 
 std::size_t in_lines(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -320,6 +322,13 @@ bool Board::carry() {
 
 void Board::check_peers(const char* operation) const {
   group_.impl()->watch->check_present(operation);
+}
+
+bool Board::knows_loss() const { return group_.impl()->watch->knows_loss(); }
+
+void Board::check_cause(const char* operation, bool known_elsewhere) const {
+  const auto& watch = *group_.impl()->watch;
+  watch.check_cause(operation, known_elsewhere ? watch.patience() : kUntilHeard);
 }
 
 }  // namespace accelerate::comm

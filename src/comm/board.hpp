@@ -73,6 +73,11 @@ class Board {
 
   /// Throws PeerLostError when a rank of the group was lost, or has left.
   void check_peers(const char* operation) const;
+  /// Whether a rank of the run is known to be lost.
+  bool knows_loss() const;
+  /// Throws PeerLostError when a rank of the run is known to be lost, or soon becomes known where
+  /// another rank knows it.
+  void check_cause(const char* operation, bool known_elsewhere) const;
 
  private:
   struct Bell {

@@ -91,8 +91,9 @@ std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName&
 }
 
 void GroupWatch::check_alive(const char* kind) const {
-  // A rank that left may have done its part before: that is no reason to refuse.
-  if (const auto loss = liveness_->loss())
+  // A rank that left may have done its part before: that is no reason to refuse. Nor is one that
+  // was lost just now.
+  if (const auto loss = liveness_->final_loss())
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
@@ -104,6 +105,11 @@ void GroupWatch::check_present(const char* kind) const {
     if (member && Clock::now() - gone.when > milliseconds(1000))
       std::rethrow_exception(left_error(gone.rank, operation(kind)));
   }
+}
+
+void GroupWatch::check_cause(const char* kind, milliseconds patience) const {
+  if (const auto loss = liveness_->wait_for_loss(patience))
+    std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
 std::exception_ptr GroupWatch::left_error(int world_rank, const OperationName& name) const {
@@ -148,7 +154,8 @@ void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {
     works_.emplace(work.get(), work);
   }
   // A loss found before the work was entered told everyone but it.
-  if (const auto loss = liveness_->loss()) work->fail(lost_error(*loss, work->name(), nullptr));
+  if (const auto loss = liveness_->final_loss())
+    work->fail(lost_error(*loss, work->name(), nullptr));
 }
 
 void GroupWatch::remove(ObservedWork* work) {

@@ -43,10 +43,12 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   void abort_on_loss(c10d::Backend* backend);
   void forget(c10d::Backend* backend);
 
-  /// Throws PeerLostError when a rank was lost.
+  /// Throws PeerLostError when a rank was lost a while ago.
   void check_alive(const char* kind) const;
   /// As check_alive, and when a rank of the group left a while ago.
   void check_present(const char* kind) const;
+  /// Throws PeerLostError when a rank is known to be lost, or within `patience` becomes known.
+  void check_cause(const char* kind, std::chrono::milliseconds patience) const;
   /// The library's error for what an operation failed with. Blocks for as long as it takes to learn
   /// who died when a connection broke.
   std::exception_ptr explain(const std::exception_ptr& failure, const OperationName& name) const;

@@ -29,6 +29,9 @@ constexpr const char* kPortKey = "liveness/port";
 constexpr int kMostNamed = 8;
 /// A rank that was silent for so long is named in the log, unless it is about to be given up.
 constexpr milliseconds kNoticeable{3000};
+/// A rank that fails may have done its part in an operation that others have not ended: one that
+/// all were told the same error by, say. What it sent arrives within this time.
+constexpr milliseconds kOnTheWay{1000};
 
 [[noreturn]] void set_up_failed(const std::string& what, int rank) {
   throw DistributedError(
@@ -160,6 +163,11 @@ std::optional<Loss> Liveness::loss() const {
   return loss_;
 }
 
+std::optional<Loss> Liveness::final_loss() const {
+  const std::lock_guard lock(mutex_);
+  return loss_is_final_ ? loss_ : std::nullopt;
+}
+
 std::optional<Loss> Liveness::wait_for_loss(milliseconds patience) const {
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, patience, [&] { return loss_.has_value(); });
@@ -236,7 +244,9 @@ void Liveness::run() {
     std::vector<pollfd> waiting{{wake_.number(), POLLIN, 0}};
     for (const auto& peer : peers_)
       waiting.push_back({peer.socket.number(), POLLIN, 0});  // -1 is passed over
-    const auto left = std::chrono::duration_cast<milliseconds>(next_beat - Clock::now());
+    const bool tells = loss() && !final_loss();
+    const auto next = tells ? std::min(next_beat, lost_at_ + kOnTheWay) : next_beat;
+    const auto left = std::chrono::ceil<milliseconds>(next - Clock::now());
     ::poll(waiting.data(), waiting.size(),
            static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, interval_.count())));
     std::uint64_t woken = 0;
@@ -255,6 +265,7 @@ void Liveness::run() {
     for (std::size_t index = 0; index < peers_.size(); ++index) {
       if (waiting[index + 1].revents != 0) read(peers_[index]);
     }
+    tell_of_loss(now);
     if (now >= next_beat) {
       next_beat = now + interval_;
       look_after_launcher();
@@ -288,6 +299,7 @@ void Liveness::fail(const std::string& reason) {
     const std::lock_guard lock(mutex_);
     if (loss_) return;
     loss_ = Loss{rank_, reason, true};
+    loss_is_final_ = true;
   }
   changed_.notify_all();
   for (const auto& listener : listeners()) listener->peer_lost(Loss{rank_, reason, true});
@@ -436,6 +448,7 @@ void Liveness::declare_lost(int rank, const std::string& reason) {
     const std::lock_guard lock(mutex_);
     if (loss_) return;  // whoever went after the first went because of it
     loss_ = Loss{rank, reason};
+    lost_at_ = Clock::now();
   }
   if (rank_ == 0) {
     Message message;
@@ -446,7 +459,17 @@ void Liveness::declare_lost(int rank, const std::string& reason) {
   }
   changed_.notify_all();
   log::debug(concat("Rank ", rank, " was lost: ", reason, "."), log::Ranks::all);
-  for (const auto& listener : listeners()) listener->peer_lost(Loss{rank, reason});
+}
+
+void Liveness::tell_of_loss(Clock::time_point now) {
+  Loss loss;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!loss_ || loss_is_final_ || now < lost_at_ + kOnTheWay) return;
+    loss_is_final_ = true;
+    loss = *loss_;
+  }
+  for (const auto& listener : listeners()) listener->peer_lost(loss);
 }
 
 void Liveness::declare_departed(int rank) {

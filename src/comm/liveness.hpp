@@ -30,6 +30,7 @@ struct Loss {
 class LivenessListener {
  public:
   virtual ~LivenessListener() = default;
+  /// A rank was lost a while ago: what it sent before has arrived, and nothing more will.
   virtual void peer_lost(const Loss& loss) = 0;
   /// Comes every so often, for what has to happen after a while.
   virtual void tick() = 0;
@@ -51,7 +52,10 @@ class Liveness {
 
   void subscribe(const std::shared_ptr<LivenessListener>& listener);
 
+  /// Who was lost, as soon as it is known.
   std::optional<Loss> loss() const;
+  /// The same from when listeners are told of it.
+  std::optional<Loss> final_loss() const;
   /// Waits up to `patience` for somebody to be found lost.
   std::optional<Loss> wait_for_loss(std::chrono::milliseconds patience) const;
   /// How long it takes at most until a silent rank is found lost.
@@ -96,6 +100,7 @@ class Liveness {
   void handle(Peer& peer, const Message& message);
   void judge_silence(Clock::time_point now);
   void look_after_launcher();
+  void tell_of_loss(Clock::time_point now);
   void say_farewell();
   void fail(const std::string& reason);
   void beat();
@@ -123,6 +128,8 @@ class Liveness {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::optional<Loss> loss_;
+  Clock::time_point lost_at_;
+  bool loss_is_final_ = false;
   // Why this rank fails, until that is said.
   std::string failure_;
   std::vector<Departure> departures_;

@@ -38,6 +38,7 @@ bool GradientState::begin_micro_batch() {
   ++micro_batches_;
   if (sync_gradients_) first_of_window_ = micro_batch_ + 1;
   ++micro_batch_;
+  backwards_before_ = backwards_;
   if (options_.sync_with_dataloader() && end_of_dataloader()) {
     step_ = 0;
     sync_gradients_ = true;
@@ -56,6 +57,7 @@ void GradientState::add_backward() {
         "Give every backward of a window a count, or none.");
   }
   counts_ = Counts::none;
+  ++backwards_;
 }
 
 void GradientState::add_backward(double count) {
@@ -76,6 +78,7 @@ void GradientState::add_backward(double count) {
   }
   counts_ = Counts::given;
   count_ += count;
+  ++backwards_;
 }
 
 at::Tensor GradientState::normalisation(const at::Device& device) {

@@ -258,6 +258,7 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   }
   ++steps_;
   used_up_ = gradients_->micro_batch();
+  stepped_at_ = gradients_->backwards();
   partial_ = false;
   gradients_->end_window();
   for (std::size_t i = 0; i < strategies_.size(); ++i) strategies_[i]->after_step(leaves_[i]);
@@ -320,8 +321,16 @@ void OptimizerCore::finish_gradients() {
 void OptimizerCore::zero_grad(bool set_to_none) {
   require_alive();
   check_own_step();
-  if (!gradients_->sync_gradients()) return;
-  if (partial_ || !gradients_->has_earlier_micro_batches(used_up_))
+  if (!gradients_->sync_gradients()) {
+    // zero_grad(); backward(); step(): what the last window's step used is still there when the
+    // next window begins.
+    const bool first_since = gradients_->micro_batch() == used_up_ + 1;
+    if (stepped_at_ == gradients_->backwards() && first_since) clear_gradients(set_to_none);
+    return;
+  }
+  // After the window's last backward, nobody clears but to drop what is there.
+  if (partial_ || gradients_->micro_batch_has_backward() ||
+      !gradients_->has_earlier_micro_batches(used_up_))
     return clear_gradients(set_to_none);
   if (in_closure_) {
     throw StateError(
@@ -330,7 +339,7 @@ void OptimizerCore::zero_grad(bool set_to_none) {
         "step: use it without accumulation.");
   }
   log::warning_once(
-      "zero_grad() was called in the last micro-batch of an accumulation window, before step(). "
+      "zero_grad() was called in the last micro-batch of an accumulation window, before backward(). "
       "The gradients of the window's earlier micro-batches are kept for that step. To leave them "
       "out, call discard_gradients() on the prepared optimizer.");
 }
@@ -370,6 +379,7 @@ void OptimizerCore::clear_gradients(bool set_to_none) {
   }
   if (scaler_ != nullptr) scaler_->forget(this);
   used_up_ = gradients_->micro_batch();
+  stepped_at_.reset();
   partial_ = false;
   gradients_->end_window();
 }

@@ -24,7 +24,6 @@ using std::chrono::microseconds;
 
 constexpr std::array kEvents{Event::gather, Event::reduce, Event::end_of_backward};
 constexpr int kActs = 3;
-constexpr int kLooksForLost = 25;
 
 // A row of the board, in the order in which it is written. First come the last `kept` entries of
 // each event: which unit, or how a backward pass ended. The other rings say how many gathers,
@@ -340,7 +339,8 @@ void ControlFlow::differ(int rank, const std::string& one, int other, const std:
 void ControlFlow::fail(const std::string& message) {
   if (!board_) return;
   told_ = true;
-  board_->post(epoch_, "F" + message);
+  // The others are to say what was lost, and not what came of it.
+  board_->post(epoch_, (board_->knows_loss() ? "L" : "F") + message);
 }
 
 void ControlFlow::raise() {
@@ -350,10 +350,8 @@ void ControlFlow::raise() {
   if (notice.front() == 'T') throw TimeoutError(message, "all_gather", group_.rank());
   // Where a rank was lost, that is the cause, and one that failed by it may say so before this rank
   // has heard of the loss.
-  for (int look = 0; notice.front() == 'F' && look < kLooksForLost; ++look) {
-    board_->check_peers("all_gather");
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
+  if (notice.front() == 'F' || notice.front() == 'L')
+    board_->check_cause("all_gather", /*known_elsewhere=*/notice.front() == 'L');
   throw ShardingError(message);
 }
 

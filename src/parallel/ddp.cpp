@@ -74,6 +74,12 @@ class Buckets final : public c10d::Reducer {
     const std::lock_guard lock(mutex_);
     return expect_autograd_hooks_;
   }
+  /// No output of the forward depends on it, as far as the graph shows (find_unused_parameters).
+  bool seems_unused(const at::Tensor& parameter) const {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(unused_parameters_.begin(), unused_parameters_.end(),
+                       [&](std::size_t i) { return params_[i].is_same(parameter); });
+  }
   /// Puts things back to where they were before a backward that did not end.
   void abandon() {
     const std::lock_guard lock(mutex_);
@@ -104,6 +110,8 @@ struct GradientWatch {
   const Buckets* reducer = nullptr;
   /// The reducer takes one gradient of each parameter.
   bool once = false;
+  /// It looks for parameters that no output depends on.
+  bool finds_unused = false;
   /// By parameter: the reducer has it.
   std::vector<bool> reduced;
   /// By parameter: it came since the last synchronising forward.
@@ -141,7 +149,7 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
     // The Reducer, whose hook comes after this one, adds up dense gradients only.
     if (parameter.grad().defined() && parameter.grad().layout() != c10::Layout::Strided)
       parameter.mutable_grad() = parameter.grad().to_dense();
-    arrived();
+    arrived(parameter);
     if (next_) (*next_)(parameter);
   }
 
@@ -176,7 +184,7 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
                                                                    : nullptr;
   }
 
-  void arrived() {
+  void arrived(const at::Tensor& parameter) {
     const std::lock_guard lock(watch_->mutex);
     if (watch_->reducer == nullptr) return;
     const int task = torch::autograd::get_current_graph_task_id();
@@ -204,6 +212,15 @@ class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
                        "the program's own) reached it again. Set DdpOptions::static_graph if the "
                        "same happens in "
                        "every step, use checkpoint() of this library, or a sharded strategy."));
+    }
+    if (watch_->finds_unused && watch_->reducer->seems_unused(parameter)) {
+      throw StateError(text::concat(
+          "The parameter '", name_,
+          "' got a gradient, and DdpOptions::find_unused_parameters had found that no output of "
+          "the "
+          "forward depends on it: a function that runs a backward of its own in backward "
+          "(checkpointing of the program's own) hides it. Set static_graph instead if every step "
+          "uses the same parameters, use checkpoint() of this library, or a sharded strategy."));
     }
     watch_->arrived[index_] = true;
     if (!watch_->reduced[index_]) watch_->unreduced[index_] = true;
@@ -358,6 +375,7 @@ struct Ddp::Impl {
         const std::lock_guard lock(watch->mutex);
         watch->reducer = made.get();
         watch->once = !options.static_graph();
+        watch->finds_unused = options.find_unused_parameters();
         watch->awaits_first = false;
         if (watch->reduced.size() != parameters.size()) watch->resize(parameters.size());
         watch->arrived.assign(parameters.size(), false);
@@ -522,8 +540,8 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   if (!self.has_trained()) {
     throw StateError(
         "The module has no parameter that requires a gradient, so there is nothing to train in "
-        "parallel. Prepare it with "
-        "evaluation_mode, or switch requires_grad on for what should be trained.");
+        "parallel. Prepare it with prepare_for_evaluation, or switch requires_grad on for what should "
+        "be trained.");
   }
 
   require_same_structure(self.states, self.group);

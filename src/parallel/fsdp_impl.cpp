@@ -392,17 +392,25 @@ void Fsdp::Impl::reduce(const Unit& unit, UnitGradients given) {
   if (options.backward_prefetch() == BackwardPrefetch::backward_post) engine->prefetch(1);
 }
 
-void Fsdp::Impl::finish_reduction() {
-  if (!under_way) return;
-  Reduction reduction = std::move(*under_way);
-  under_way.reset();
+Fsdp::Impl::Reduction Fsdp::Impl::average_replicas(Reduction reduction) {
+  if (!reduction.scatter) return reduction;
   const Unit& unit = *reduction.unit;
-  Part& part = parts[static_cast<std::size_t>(unit.index())];
   wait_for(unit, "Reducing the gradients of", std::exchange(reduction.scatter, nullptr));
   if (replicate_group.size() > 1) {
-    for_unit(unit, "Reducing the gradients of",
-             [&] { replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg).wait(); });
+    for_unit(unit, "Reducing the gradients of", [&] {
+      reduction.mean = replicate_group.all_reduce(reduction.output, comm::ReduceOp::avg);
+    });
   }
+  return reduction;
+}
+
+void Fsdp::Impl::finish_reduction() {
+  if (!under_way) return;
+  // Out of the way, should it fail.
+  Reduction reduction = average_replicas(std::exchange(under_way, std::nullopt).value());
+  const Unit& unit = *reduction.unit;
+  Part& part = parts[static_cast<std::size_t>(unit.index())];
+  for_unit(unit, "Reducing the gradients of", [&] { reduction.mean.wait(); });
   reduction.gradients.flat.reset();
   auto& used = reduction.gradients.used;
   if (std::find(used.begin(), used.end(), false) != used.end()) {
@@ -490,12 +498,22 @@ void Fsdp::Impl::wait_for_served(std::size_t most_left) {
 void Fsdp::Impl::join_backward() {
   const Quiet quiet;
   using Others = ControlFlow::Others;
-  const Others others = control_flow->join(
-      reduces && gradients->keeps(all_parameters()),
-      {.serve = [&](const ControlFlow::Step& step) { serve(step); },
-       .can_finish = [&] { return under_way && ControlFlow::has_started(under_way->scatter); },
-       .finish = [&] { finish_reduction(); }});
-  wait_for_served(0);
+  const ControlFlow::Follower follower{
+      .serve = [&](const ControlFlow::Step& step) { serve(step); },
+      .can_finish =
+          [&] {
+            return under_way && under_way->scatter && ControlFlow::has_started(under_way->scatter);
+          },
+      // To wait for the mean would keep those waiting that gather first.
+      .finish =
+          [&] { under_way = average_replicas(std::exchange(under_way, std::nullopt).value()); }};
+  const std::int64_t before = reductions;
+  Others others;
+  do {
+    others = control_flow->join(reduces && gradients->keeps(all_parameters()), follower);
+    wait_for_served(0);
+    // Where the others reduced nothing, it was the backward pass of a micro-batch before.
+  } while (others == Others::passed && reduces && reductions == before);
   if (others == Others::none) return;
   // No rank's backward met a unit, and gradients of micro-batches before wait on one.
   if (others == Others::keep) gradients->give_all_kept();

@@ -42,7 +42,8 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
     const intercept::Unit* unit = nullptr;
     intercept::UnitGradients gradients;
     at::Tensor output;
-    ControlFlow::Handle scatter;
+    ControlFlow::Handle scatter;  // null once it was waited for
+    comm::Work mean = {};         // over the replicas, after the scatter
   };
 
   std::string name;
@@ -90,6 +91,8 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   void serve(const ControlFlow::Step& step);
   void wait_for_served(std::size_t most_left);
   intercept::ParameterSet all_parameters() const;
+  // Ends the scatter and starts the mean over the replicas, for which the others wait.
+  Reduction average_replicas(Reduction reduction);
   void finish_reduction();
   void wait_for_copies() const;
   void refresh();

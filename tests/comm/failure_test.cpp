@@ -97,6 +97,12 @@ void play(const std::string& name, const Group& world) {
   } else if (name == "part") {
     reduce(world);
     std::this_thread::sleep_for(milliseconds(300) * rank);
+  } else if (name == "told") {
+    // All get the same news and end by it; rank 2 takes them a little later.
+    reduce(world);
+    if (rank == 2) std::this_thread::sleep_for(milliseconds(400));
+    world.broadcast(at::ones({4}), 0).wait();
+    throw ConfigError("the ranks differ");
   } else if (name == "unwaited") {
     const Work left_alone = world.all_reduce(at::ones({1 << 24}));
   } else if (name == "shapes") {
@@ -344,6 +350,15 @@ TEST(Failure, AnExceptionInOneRankEndsTheOthers) {
   EXPECT_TRUE(culprit.has("the data of this rank are unreadable")) << culprit;
   for (const int rank : {0, 2})
     expect_lost(run.outcome(rank), 1, "an exception ended its part in the run", 8);
+}
+
+TEST(Failure, TheEndOfARankBreaksNothingThatOthersCanFinish) {
+  Ranks run("told", 3);
+  run.start_all();
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_TRUE(outcome.has("ConfigError||-1|the ranks differ")) << outcome;
+  }
 }
 
 TEST(Failure, ARankThatExitsIsNotTakenForDone) {

@@ -230,12 +230,16 @@ TEST(FsdpOrder, MachinesApartAgreeThroughTheStore) {
 // One rank's loss reaches no parameter, with micro-batches before it that did.
 TEST(FsdpOrder, ARankWhoseLossReachesNoParameterTakesPart) {
   using S = ShardingStrategy;
-  for (const S strategy : {S::full_shard, S::shard_grad_op, S::shard_optimizer, S::no_shard}) {
+  std::vector<S> strategies{S::full_shard, S::shard_grad_op, S::shard_optimizer, S::no_shard};
+  // Two groups of two, which wait for each other as well.
+  if (world().size() == 4) strategies = {S::full_shard, S::hybrid_shard};
+  for (const S strategy : strategies) {
     torch::manual_seed(3);
     auto plain = std::make_shared<Experts>(true);
     torch::manual_seed(3);
     auto net = std::make_shared<Experts>(true);
-    Fsdp fsdp(ModuleRecord(net), a_unit_each().sharding_strategy(strategy), world());
+    Fsdp fsdp(ModuleRecord(net), a_unit_each().sharding_strategy(strategy).shard_group_size(2),
+              world());
     torch::optim::SGD sgd(plain->parameters(), 0.1), sharded(leaves_of(fsdp), 0.1);
     for (int step = 0; step < 7; ++step) {
       const bool two = step % 2 == 1;
@@ -243,14 +247,51 @@ TEST(FsdpOrder, ARankWhoseLossReachesNoParameterTakesPart) {
         seed_for(step, micro);
         const at::Tensor x = at::randn({2, 4}, at::kDouble).requires_grad_();
         // In the last steps no rank's does.
-        const bool lost = (step > 4 && micro == 1) || step == 6 ||
-                          world().rank() == (step + micro) % world().size();
+        const bool lost =
+            (step > 4 && micro == 1) || step == 6 || (world().rank() + step + micro) % 3 == 0;
         const bool reaches = !lost || (two && micro == 0 && step > 4);
         const auto loss_of = [&](const at::Tensor& y) { return reaches ? y.sum() : x.sum(); };
         loss_of(plain->forward(x, {0, 1, 2, 3})).backward();
         fsdp.before_forward({.grad_enabled = true, .sync = !two || micro == 1});
         loss_of(net->forward(x, {0, 1, 2, 3})).backward();
         if (step % 3 != 2) fsdp.after_backward();  // else check_gradients notices
+      }
+      fsdp.check_gradients(leaves_of(fsdp));
+      average(plain->parameters());
+      sgd.step();
+      sharded.step();
+      fsdp.after_step(leaves_of(fsdp));
+      sgd.zero_grad();
+      fsdp.before_zero_grad(leaves_of(fsdp));
+      sharded.zero_grad();
+    }
+    fsdp.restore();
+    expect_equal(ModuleRecord(net), ModuleRecord(plain), 1e-9);
+  }
+}
+
+// One rank makes no backward call in a whole window of micro-batches. Where parameters come and go,
+// its next forward is not what the others do.
+TEST(FsdpOrder, ARankWithoutBackwardsInAWindowTakesPartInTheLast) {
+  using S = ShardingStrategy;
+  for (const S strategy : {S::shard_optimizer, S::no_shard}) {
+    torch::manual_seed(3);
+    auto plain = std::make_shared<Experts>(true);
+    torch::manual_seed(3);
+    auto net = std::make_shared<Experts>(true);
+    Fsdp fsdp(ModuleRecord(net), a_unit_each().sharding_strategy(strategy), world());
+    torch::optim::SGD sgd(plain->parameters(), 0.1), sharded(leaves_of(fsdp), 0.1);
+    for (int step = 0; step < 4; ++step) {
+      const bool calls = world().size() == 1 || world().rank() != step % world().size();
+      for (int micro = 0; micro < 3; ++micro) {
+        seed_for(step, micro);
+        const at::Tensor x = at::randn({2, 4}, at::kDouble);
+        if (calls) plain->forward(x, {0, 1, 2, 3}).sum().backward();
+        fsdp.before_forward({.grad_enabled = true, .sync = micro == 2});
+        const at::Tensor output = net->forward(x, {0, 1, 2, 3});
+        if (!calls) continue;
+        output.sum().backward();
+        fsdp.after_backward();
       }
       fsdp.check_gradients(leaves_of(fsdp));
       average(plain->parameters());

@@ -30,12 +30,8 @@ torch::optim::AdamWOptions adam() { return torch::optim::AdamWOptions(1e-2).eps(
 
 Tensor loss_of(const Tensor& output) { return output.sub(0.3).square().mean(); }
 
-// TODO: ddp, once a changing set of unused parameters no longer crashes in its Reducer.
 ProgramOptions unused_parameters() {
-  using accelerate::StrategyKind;
-  return {.options = AcceleratorOptions().ddp(DdpOptions().find_unused_parameters(true)),
-          .strategies = {StrategyKind::single, StrategyKind::fsdp, StrategyKind::zero1,
-                         StrategyKind::zero2, StrategyKind::zero3}};
+  return {.options = AcceleratorOptions().ddp(DdpOptions().find_unused_parameters(true))};
 }
 
 const Program plain_loop("plain_loop", [](auto& accelerator) {

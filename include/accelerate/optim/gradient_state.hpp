@@ -77,6 +77,10 @@ class GradientState final : public LoaderObserver {
   /// StateError when the window has a backward without a count or was normalised already,
   /// ConfigError for a count that is negative or not finite.
   void add_backward(double count);
+  /// The backwards noted so far, over all windows.
+  std::int64_t backwards() const noexcept { return backwards_; }
+  /// The micro-batch under way had its backward.
+  bool micro_batch_has_backward() const noexcept { return backwards_ > backwards_before_; }
   /// True when the window's gradients are sums that still want `normalisation`.
   bool normalises() const noexcept { return counts_ == Counts::given; }
   /// Ranks divided by the window's count on all ranks: what turns a mean over ranks of sums into
@@ -116,6 +120,8 @@ class GradientState final : public LoaderObserver {
   std::int64_t micro_batch_ = 0;
   std::int64_t first_of_window_ = 0;
   std::int64_t window_ = 0;
+  std::int64_t backwards_ = 0;
+  std::int64_t backwards_before_ = 0;  // the micro-batch under way
   Counts counts_ = Counts::unknown;
   double count_ = 0.0;
   at::Tensor normalisation_;

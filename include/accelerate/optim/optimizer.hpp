@@ -81,8 +81,8 @@ class OptimizerCore {
   /// gradient scaler.
   at::Tensor step(const Closure& closure = nullptr);
   /// Clears the gradients, if they are in sync: forgets them, or fills them with zeros in place.
-  /// While gradients of earlier micro-batches of the window wait for a step it keeps them, and says
-  /// so once, unless a backward has failed since; inside a closure, which would be called again, it
+  /// While gradients of earlier micro-batches wait for the window's last backward it keeps them, and
+  /// says so once, unless a backward has failed since; inside a closure, which would be called again, it
   /// throws StateError.
   void zero_grad(bool set_to_none = true);
   /// Forgets the gradients, wherever in a window, and what was counted of it.
@@ -142,6 +142,7 @@ class OptimizerCore {
   std::optional<double> max_norm_;
   std::int64_t normalised_window_ = -1;
   std::int64_t used_up_ = 0;  // the micro-batch of the last step or clearing
+  std::optional<std::int64_t> stepped_at_;  // the backwards before a step; empty once cleared
   bool in_closure_ = false;
   bool partial_ = false;  // a backward failed since the last step or clearing
   std::int64_t steps_ = 0;
@@ -164,8 +165,8 @@ class PreparedOptimizer {
     return core_->step(closure);
   }
   /// Clears the gradients at the end of an accumulation window, and does nothing within it: not
-  /// before its last micro-batch, nor in that before `step`, so `zero_grad(); backward(); step();`
-  /// is right too.
+  /// before its last micro-batch, nor in that before `backward`, so `zero_grad(); backward();
+  /// step();` is right too.
   void zero_grad(bool set_to_none = true) { core_->zero_grad(set_to_none); }
   /// Forgets the gradients, those of the earlier micro-batches of a window too: for a batch or
   /// window that is to be left out.
