@@ -6,13 +6,12 @@ A whole tensor has its own name there; a part has it with the slices that it is 
 """
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
 
+import numpy
 import safetensors
-import torch
 
 PART = re.compile(r"^(.*)\[((?:\d+:\d+(?:, )?)+)\]$")
 
@@ -22,7 +21,7 @@ def main(folder):
     parts, whole = {}, {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         group = path.name.split(".")[0]
-        with safetensors.safe_open(path, "pt") as file:
+        with safetensors.safe_open(path, "np") as file:
             for name in file.keys():
                 if found := PART.match(name):
                     slices = tuple(slice(*map(int, one.split(":"))) for one in found.group(2).split(", "))
@@ -32,13 +31,13 @@ def main(folder):
     for name, pieces in parts.items():
         assert name not in whole, name
         group, own = name.split("/", 1)
-        tensor = torch.full(manifest["groups"][group][own]["shape"], math.nan)
+        tensor = numpy.full(manifest["groups"][group][own]["shape"], numpy.nan)
         for slices, piece in pieces:
-            assert tensor[slices].isnan().all(), name
+            assert numpy.isnan(tensor[slices]).all(), name
             tensor[slices] = piece
-        assert not tensor.isnan().any(), name
+        assert not numpy.isnan(tensor).any(), name
         whole[name] = tensor
-    print(json.dumps({name: tensor.double().flatten().tolist() for name, tensor in whole.items()}))
+    print(json.dumps({name: tensor.astype(float).flatten().tolist() for name, tensor in whole.items()}))
 
 
 if __name__ == "__main__":
