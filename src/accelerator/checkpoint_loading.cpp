@@ -11,6 +11,7 @@
 
 #include "accelerator/checkpoint_names.hpp"
 #include "accelerator/exact_json.hpp"
+#include "comm/user_call.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <nlohmann/json.hpp>
@@ -444,6 +445,7 @@ std::vector<NamedTensor> on_host(const std::vector<NamedTensor>& tensors) {
 
 fs::path Checkpointing::load(const fs::path& folder, const LoadStateOptions& options,
                              const Prepared& prepared) {
+  const comm::UserCall call("load_state()");
   wait();
   const fs::path target = folder.empty() ? newest_folder() : folder;
   // The first process decides, so that all do the same.

@@ -11,13 +11,12 @@
 #include <core/map_value.hpp>
 #include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
+#include <intercept/torchscript.hpp>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/jit/codegen/fuser/interface.h>
-#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 
 #include <algorithm>
 #include <exception>
@@ -163,7 +162,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   const auto check = [&](const NamedTensor& entry, bool is_buffer) {
     const std::string stored = stored_name(entry);
     // A tagged one without memory was left behind by a handle.
-    if (intercept::is_tagged(entry.tensor) && !entry.tensor.is_meta()) {
+    if (intercept::is_claimed(entry.tensor) && !entry.tensor.is_meta()) {
       throw StateError(text::concat("'", entry.name,
                                     "' is sharded or offloaded already. A module is dispatched "
                                     "once; call remove_offload() before it is dispatched again."));
@@ -225,12 +224,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   for (const NamedTensor& entry : module.parameters())
     elsewhere = elsewhere || !(entry.tensor.is_cpu() || entry.tensor.is_meta());
   if (!offloaded.empty()) {
-    if (module.is_torchscript()) {
-      // A fused kernel would read weights past the dispatcher.
-      torch::jit::setTensorExprFuserEnabled(false);
-      torch::jit::overrideCanFuseOnCPU(false);
-      torch::jit::overrideCanFuseOnGPU(false);
-    }
+    if (module.is_torchscript()) intercept::switch_off_fusers();
     intercept::EngineOptions engine_options;
     engine_options.compute_device = main;
     engine_options.prefetch = engine_options.prefetch_in_backward = options.prefetch();
@@ -255,7 +249,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
 void Dispatched::Impl::guard_the_rest() {
   for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
     for (const auto& [name, tensor] : *tensors) {
-      if (intercept::is_tagged(tensor) || !can_be_guarded(tensor)) continue;
+      if (intercept::is_claimed(tensor) || !can_be_guarded(tensor)) continue;
       intercept::guard(tensor, true);
       guarded.push_back(tensor);
     }

@@ -1,7 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/big_model/init_empty.hpp>
-#include <accelerate/intercept/key.hpp>
+#include <intercept/key.hpp>
 #include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
 

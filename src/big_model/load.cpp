@@ -146,7 +146,7 @@ class Loader {
  private:
   void match(const NamedTensor& entry, bool is_buffer, bool offload_buffers) {
     // A tagged one without memory was left behind by a handle.
-    if (intercept::is_tagged(entry.tensor) && !entry.tensor.is_meta()) {
+    if (intercept::is_claimed(entry.tensor) && !entry.tensor.is_meta()) {
       throw StateError(
           text::concat("'", entry.name,
                        "' is sharded or offloaded. Load a checkpoint before the module "

@@ -124,6 +124,15 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
       }
     }
   }
+  // Said by name, so that a state that got lost is noticed.
+  Json without_state = Json::array();
+  for (const Json& parameters : result.description["param_groups"]) {
+    for (const Json& parameter : parameters.at("params")) {
+      if (!states.contains(parameter.get_ref<const std::string&>()))
+        without_state.push_back(parameter);
+    }
+  }
+  result.description["without_state"] = std::move(without_state);
   result.description["state"] = std::move(states);
   result.tensors.python = [description =
                                result.description](const std::vector<NamedTensor>& whole) {
@@ -156,6 +165,15 @@ at::TensorOptions place_of(const io::Manifest& manifest, const std::string& grou
   return at::TensorOptions()
       .dtype(tensor_dtype(saved->dtype))
       .device(on_cpu ? at::Device(at::kCPU) : leaf.device());
+}
+
+bool has_tensors_of(const io::Manifest& manifest, const std::string& group,
+                    const std::string& parameter) {
+  const auto tensors = manifest.groups.find(group);
+  if (tensors == manifest.groups.end()) return false;
+  const std::string prefix = parameter + "/";
+  const auto first = tensors->second.lower_bound(prefix);
+  return first != tensors->second.end() && first->first.starts_with(prefix);
 }
 
 void load_archive(Optimizer& optimizer, const torch::jit::Module& all) {
@@ -247,6 +265,9 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
     const auto slots = slots_of(optimizer, modules);
     const Json& groups = description.at("param_groups");
     const Json& states = description.at("state");
+    std::set<std::string> without_state;
+    for (const Json& each : description.value("without_state", Json::array()))
+      without_state.insert(each.get<std::string>());
     // What the optimizer has already is filled again, so that there is never a second copy.
     const torch::jit::Module present = saved_archive(optimizer).attr("state").toModule();
     const auto present_states = [&](std::size_t g, std::size_t p) {
@@ -269,7 +290,14 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
       auto& incoming = impl_->states.emplace_back();
       for (const Slot& slot : slots[g]) {
         auto& state = incoming.emplace_back();
-        if (!states.contains(slot.name)) continue;
+        if (!states.contains(slot.name)) {
+          // Checkpoints of before do not say which parameters have none.
+          if (description.contains("without_state") && !without_state.contains(slot.name))
+            refuse("it lacks the state of '", slot.name, "'.");
+          if (has_tensors_of(load.manifest(), name, slot.name))
+            refuse("it has tensors of the state of '", slot.name, "', and says there is none.");
+          continue;
+        }
         if (slot.is_elsewhere()) {
           // Nothing of the parameter is here. Adagrad wants a state all the same.
           if (const auto had = present_states(g, incoming.size() - 1)) {

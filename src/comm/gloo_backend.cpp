@@ -4,7 +4,6 @@
 #include <accelerate/base/environment.hpp>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupWrapper.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -99,11 +98,6 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
     options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(interface));
   }
   return c10::make_intrusive<GlooBackend>(store, rank, size, std::move(options));
-}
-
-c10::intrusive_ptr<c10d::Backend> check_calls(c10::intrusive_ptr<c10d::Backend> backend,
-                                              c10::intrusive_ptr<c10d::Backend> notes) {
-  return c10::make_intrusive<c10d::ProcessGroupWrapper>(std::move(backend), std::move(notes));
 }
 
 }  // namespace accelerate::comm

@@ -1,7 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
-#include <accelerate/intercept/engine.hpp>
+#include <intercept/engine.hpp>
 #include <intercept/quiet.hpp>
 
 #include <torch/csrc/autograd/graph_task.h>

@@ -1,8 +1,9 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
-#include <accelerate/intercept/gradients.hpp>
 #include <intercept/backward_end.hpp>
+#include <intercept/gradients.hpp>
+#include <intercept/policies.hpp>
 #include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty_strided.h>
@@ -328,7 +329,7 @@ void Gradients::collect(std::size_t u, std::size_t p) {
         "' while summon_full_params() has the parameters whole. Let what it returned go out of "
         "scope before backward()."));
   }
-  if (!is_tagged(parameter.parameter)) unit.check_tagged();
+  if (!is_claimed(parameter.parameter)) unit.check_tagged();
   if (torch::autograd::impl::try_get_grad_accumulator(parameter.parameter) !=
       torch::autograd::get_current_node()) {
     gradient.reset();

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <accelerate/intercept/tagged_storage.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include <c10/util/SmallVector.h>
 

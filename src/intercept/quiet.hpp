@@ -1,6 +1,6 @@
 #pragma once
 
-#include <accelerate/intercept/key.hpp>
+#include <intercept/key.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>

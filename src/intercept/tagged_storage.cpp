@@ -1,6 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/intercept/tagged_storage.hpp>
+#include <intercept/policies.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include <c10/core/TensorImpl.h>
 
@@ -166,13 +167,19 @@ void TaggedStorage::copy_data(void*, const void*, std::size_t) const {
                    "' as a whole. Copy the tensors instead."));
 }
 
-void guard(const at::Tensor& tensor, bool on) {
+void set_tag(const at::Tensor& tensor, bool on) {
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::DispatchKeySet keys = on ? impl.key_set().add(kTag) : impl.key_set().remove(kTag);
-  install();
   const at::Tensor same = tensor_over(tensor.storage(), keys, tensor.scalar_type(), tensor.sizes(),
                                       tensor.strides(), tensor.storage_offset());
   impl.shallow_copy_from(same.getIntrusivePtr());
+}
+
+void guard(const at::Tensor& tensor, bool on) {
+  install();
+  PolicyRecord* record = record_of(tensor);
+  if (record != nullptr) record->guarded = on;
+  if (on || record == nullptr) set_tag(tensor, on);
 }
 
 at::Tensor part_of_gradient(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_t offset) {
@@ -200,6 +207,12 @@ at::Tensor given_up(const at::Tensor& like, const char* message) {
   refuse_access(*storage.unsafeGetStorageImpl(), message, meta);
   return tensor_over(storage, tagged_keys(like.scalar_type(), meta), like.scalar_type(),
                      like.sizes(), like.strides(), like.storage_offset());
+}
+
+bool is_given_up(const at::TensorBase& tensor) {
+  if (!tensor.has_storage()) return false;
+  const c10::Allocator* allocator = tensor.storage().unsafeGetStorageImpl()->allocator();
+  return allocator != nullptr && typeid(*allocator) == typeid(GivenUp);
 }
 
 }  // namespace accelerate::intercept

@@ -1,8 +1,9 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/intercept/unit.hpp>
+#include <intercept/policies.hpp>
 #include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
+#include <intercept/unit.hpp>
 
 #include <ATen/ops/zeros.h>
 
@@ -24,7 +25,7 @@ std::vector<UnitParameter> checked(const std::string& unit,
   const at::Tensor& first = first_of(unit, parameters);
   std::vector<UnitParameter> result;
   for (const auto& [name, tensor] : parameters) {
-    if (intercept::is_tagged(tensor)) {
+    if (is_claimed(tensor)) {
       throw ShardingError(
           text::concat("The parameter '", name,
                        "' is already sharded or offloaded. A module can be prepared "
@@ -107,8 +108,10 @@ void Unit::tag(const UnitParameter& parameter) {
 
 void Unit::untag(const at::Tensor& flat) {
   const Quiet quiet;
-  for (UnitParameter& parameter : parameters_)
+  for (UnitParameter& parameter : parameters_) {
     parameter.parameter.set_data(over(flat, parameter).detach());
+    follow_with_policies(parameter.parameter);
+  }
 }
 
 bool Unit::is_tagged(const UnitParameter& parameter) const {
@@ -126,7 +129,7 @@ void Unit::take_assigned(
   const Accumulators before = accumulators();
   for (const UnitParameter& parameter : parameters_) {
     const at::Tensor& now = parameter.parameter;
-    if (intercept::is_tagged(now) || now.sizes() != at::IntArrayRef(parameter.sizes) ||
+    if (is_claimed(now) || now.sizes() != at::IntArrayRef(parameter.sizes) ||
         now.device() != device() ||
         (now.scalar_type() != dtype_ && now.scalar_type() != compute_dtype()))
       continue;

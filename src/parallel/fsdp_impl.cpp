@@ -1,6 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <intercept/quiet.hpp>
+#include <intercept/torchscript.hpp>
 #include <parallel/fsdp_impl.hpp>
 #include <parallel/shared_memory.hpp>
 #include <parallel/unit_plan.hpp>
@@ -9,8 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/jit/codegen/fuser/interface.h>
-#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -31,6 +30,18 @@ using intercept::UnitParameter;
 at::Tensor plain_view(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_t offset) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return flat.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
+}
+
+// The threads of a rank would demand units in an order of their own.
+void refuse_forks(const ModuleRecord& module) {
+  const std::string method = module.forking_method();
+  if (method.empty()) return;
+  throw ShardingError(text::concat(
+      "The TorchScript module's method '", method,
+      "' runs parts of the module on other threads (torch.jit.fork). Their units would be gathered "
+      "in an order that differs between ranks. Set FsdpOptions::all_units_every_pass, which "
+      "gathers all units as a pass begins; or export the module without fork, or train it under "
+      "ddp."));
 }
 
 // Ranks that shard different modules would gather nonsense.
@@ -108,6 +119,9 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
     if (strategy == ShardingStrategy::hybrid_shard) strategy = ShardingStrategy::hybrid_shard_zero2;
   }
+  if (group.size() > 1 && options.sharding_strategy() != ShardingStrategy::no_shard &&
+      !options.all_units_every_pass())
+    refuse_forks(module);
   auto plans = plan_units(module, options);
   check_same_on_all_ranks(plans, group);
   // References that somebody else has may differ between ranks, and the refusal must not.
@@ -132,12 +146,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
         break;
     }
   }
-  if (module.is_torchscript()) {
-    // A fused kernel would read parameters past the dispatcher.
-    torch::jit::setTensorExprFuserEnabled(false);
-    torch::jit::overrideCanFuseOnCPU(false);
-    torch::jit::overrideCanFuseOnGPU(false);
-  }
+  if (module.is_torchscript()) intercept::switch_off_fusers();
   const int units = static_cast<int>(plans.size());
   ControlFlow::Options agreement;
   agreement.gather_ranks = gather_group.size();

@@ -2,8 +2,8 @@
 
 #include "parallel/control_flow.hpp"
 
-#include <accelerate/intercept/gradients.hpp>
 #include <accelerate/parallel/fsdp.hpp>
+#include <intercept/gradients.hpp>
 
 #include <c10/core/Event.h>
 

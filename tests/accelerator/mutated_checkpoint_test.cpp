@@ -362,5 +362,53 @@ TEST_F(Mutants, MomentsOfIntegersAreRefused) {
   }
 }
 
+// By leaving everything of one parameter out.
+TEST_F(Mutants, AStateThatIsGoneIsMissed) {
+  Accelerator accelerator(AcceleratorOptions().cpu(true));
+  Net net;
+  net->in->bias.requires_grad_(false);  // has no state, and says so
+  torch::optim::AdamW adam(net->parameters(), 0.05);
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  accelerator.backward(model(at::rand({2, 3})).square().sum());
+  optimizer.step();
+  optimizer.zero_grad();
+  accelerator.save_state(folder / "saved");
+  accelerator.load_state(folder / "saved");
+  EXPECT_EQ(adam.state().size(), 3U);
+  for (const bool as_none : {false, true}) {
+    const fs::path mutant = folder / (as_none ? "none" : "gone");
+    world().barrier();
+    if (world().rank() == 0) {
+      fs::copy(folder / "saved", mutant, fs::copy_options::recursive);
+      Json manifest = Json::parse(io::read_file(mutant / io::Manifest::kFileName));
+      Json state = Json::parse(io::read_file(mutant / "optimizer.json"));
+      state["state"].erase("out.weight");
+      if (as_none) {
+        state["without_state"].push_back("out.weight");  // and its tensors stay
+      } else {
+        Json& tensors = manifest["groups"]["optimizer"];
+        for (const char* each : {"exp_avg", "exp_avg_sq"})
+          tensors.erase(text::concat("out.weight/", each));
+      }
+      const std::string contents = state.dump();
+      write(mutant / "optimizer.json", contents);
+      for (Json& file : manifest["files"]) {
+        if (file["name"] != "optimizer.json") continue;
+        file["bytes"] = contents.size();
+        file["checksums"] =
+            io::checksum_text(io::block_checksums(std::as_bytes(std::span(contents)))[0]);
+      }
+      write(mutant / io::Manifest::kFileName, signed_text(manifest));
+    }
+    world().barrier();
+    try {
+      accelerator.load_state(mutant);
+      FAIL() << "nothing was thrown";
+    } catch (const CheckpointError& error) {
+      EXPECT_NE(describe(error).find("'out.weight'"), std::string::npos) << describe(error);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace accelerate

@@ -1,8 +1,8 @@
 // The interceptor by itself: tagged storages, who is told of what, and regions.
 
 #include <accelerate/base/error.hpp>
-#include <accelerate/intercept/key.hpp>
-#include <accelerate/intercept/tagged_storage.hpp>
+#include <intercept/key.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>

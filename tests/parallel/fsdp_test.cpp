@@ -3,9 +3,9 @@
 #include "parallel/fsdp_training.hpp"
 
 #include <accelerate/base/error.hpp>
-#include <accelerate/intercept/key.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/fsdp.hpp>
+#include <intercept/key.hpp>
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <accelerate/intercept/trace.hpp>
-#include <accelerate/intercept/unit.hpp>
+#include <intercept/trace.hpp>
+#include <intercept/unit.hpp>
 
 #include <array>
 #include <cstdint>
