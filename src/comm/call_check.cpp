@@ -1,5 +1,6 @@
 #include "comm/call_check.hpp"
 
+#include "comm/agreed_call.hpp"
 #include "comm/user_call.hpp"
 #include "net/sha256.hpp"
 
@@ -16,6 +17,7 @@
 namespace accelerate::comm {
 
 thread_local const char* UserCall::current_ = nullptr;
+thread_local bool AgreedCall::is_one_ = false;
 
 namespace {
 
@@ -70,6 +72,7 @@ CallCheck::CallCheck(c10::intrusive_ptr<c10d::Backend> notes, std::shared_ptr<Gr
 
 void CallCheck::compare(const char* operation, const std::vector<at::Tensor>& tensors,
                         const std::string& detail) const {
+  if (AgreedCall::is_one()) return;
   const OperationName name = watch_->operation(operation);
   at::Tensor mine = at::zeros({static_cast<std::int64_t>(kNoteBytes)}, at::kByte);
   const std::string call = described(operation, tensors, detail);

@@ -77,6 +77,10 @@ void GroupWatch::forget(c10d::Backend* backend) {
 std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName& name,
                                           const std::exception_ptr& cause) const {
   const int world_rank = global_ranks_[static_cast<std::size_t>(rank_)];
+  for (const auto& failed : liveness_->failed_alone(global_ranks_)) {
+    // Who went after it went because of it.
+    if (!loss.own && failed.rank != loss.rank) return failed_alone_error(failed.rank, name);
+  }
   const std::string message =
       loss.own ? concat(name.text(), " failed because this rank left the run: ", loss.reason, ".")
       : loss.rank == world_rank
@@ -104,6 +108,7 @@ void GroupWatch::check_alive(const char* kind) const {
   // was lost just now.
   if (const auto loss = liveness_->final_loss())
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
+  if (is_broken()) std::rethrow_exception(failed_alone_error(broken_by_, operation(kind)));
 }
 
 void GroupWatch::check_present(const char* kind) const {
@@ -119,6 +124,34 @@ void GroupWatch::check_present(const char* kind) const {
 void GroupWatch::check_cause(const char* kind, milliseconds patience) const {
   if (const auto loss = liveness_->wait_for_loss(patience))
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
+}
+
+void GroupWatch::say_failed_pass() {
+  // Otherwise the others know the cause, and this is what came of it.
+  if (!is_broken() && !knows_loss()) liveness_->say_failed_pass();
+}
+
+void GroupWatch::wait_until_all_failed() const {
+  const auto begin = Clock::now();
+  while (!liveness_->all_failed(global_ranks_, milliseconds(100))) {
+    check_present("backward");
+    if (Clock::now() - begin < timeout_) continue;
+    throw DistributedError(
+        concat("The backward pass of rank ", global_ranks_[static_cast<std::size_t>(rank_)],
+               " failed, and those of the other ranks did not within ",
+               text::format_seconds(timeout_.count() / 1e3),
+               ". Only where all fail alike can they go on."),
+        "backward", rank_);
+  }
+  check_present("backward");
+}
+
+std::exception_ptr GroupWatch::failed_alone_error(int world_rank, const OperationName& name) const {
+  return std::make_exception_ptr(DistributedError(
+      concat(
+          name.text(), " failed because the backward pass of rank ", world_rank,
+          " failed; the error is in its output. Only where all ranks fail alike can they go on."),
+      name.operation, rank_));
 }
 
 std::exception_ptr GroupWatch::left_error(int world_rank, const OperationName& name) const {
@@ -207,6 +240,11 @@ void GroupWatch::tick() {
       if (work->peer() >= 0 && work->peer() != in_group) continue;
       work->fail(left_error(gone.rank, work->name()));
     }
+  }
+  for (const auto& failed : liveness_->failed_alone(global_ranks_)) {
+    if (now - failed.when < kOnTheWay) continue;
+    broken_by_ = failed.rank;
+    for (const auto& work : works) work->fail(failed_alone_error(failed.rank, work->name()));
   }
 }
 

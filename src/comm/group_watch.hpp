@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -46,7 +47,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   void abort_on_loss(c10d::Backend* backend);
   void forget(c10d::Backend* backend);
 
-  /// Throws PeerLostError when a rank was lost a while ago.
+  /// Throws PeerLostError when a rank was lost a while ago, and what `is_broken` tells.
   void check_alive(const char* kind) const;
   /// As check_alive, and when a rank of the group left a while ago.
   void check_present(const char* kind) const;
@@ -64,6 +65,15 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   bool knows_loss() const { return liveness_->loss().has_value(); }
   std::chrono::milliseconds patience() const { return liveness_->patience(); }
 
+  /// An error ended a backward pass on this rank, which had operations of this group in it. Where
+  /// the others wait for the rest of them, they give the group up after a while.
+  void say_failed_pass();
+  /// Returns when the pass failed on every rank of the group. Throws when the others gave up.
+  void wait_until_all_failed() const;
+  /// A rank's backward pass failed and this rank waited for its part in an operation. The ranks
+  /// have not started the same number of operations since.
+  bool is_broken() const { return broken_by_ >= 0; }
+
   void add(const c10::intrusive_ptr<ObservedWork>& work);
   void remove(ObservedWork* work);
   /// Whether anything is under way that ends without being waited for.
@@ -76,6 +86,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   std::exception_ptr lost_error(const Loss& loss, const OperationName& name,
                                 const std::exception_ptr& cause) const;
   std::exception_ptr left_error(int world_rank, const OperationName& name) const;
+  std::exception_ptr failed_alone_error(int world_rank, const OperationName& name) const;
   std::vector<c10::intrusive_ptr<ObservedWork>> under_way() const;
 
   const std::string name_;
@@ -86,6 +97,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   const bool is_world_;
   const bool debug_;
   std::shared_ptr<GroupWatch> parent_;
+  std::atomic<int> broken_by_{-1};
 
   mutable std::mutex mutex_;
   std::map<std::string, Traffic::Count> traffic_;

@@ -72,9 +72,9 @@ class ObservedBackend final : public c10d::Backend {
   }
   ~ObservedBackend() override {
     for (const auto& backend : aborted_) watch_->forget(backend.get());
-    // gloo's threads may still wait for what a lost rank will never send, and destroying the
+    // gloo's threads may still wait for what another rank will never send, and destroying the
     // backend would wait for them, up to the timeout. They end with the process.
-    if (watch_->knows_loss()) {
+    if (watch_->knows_loss() || watch_->is_broken()) {
       static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>;
       static std::mutex mutex;
       const std::lock_guard lock(mutex);

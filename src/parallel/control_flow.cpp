@@ -1,5 +1,7 @@
 #include "parallel/control_flow.hpp"
 
+#include "comm/agreed_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
@@ -49,6 +51,8 @@ ControlFlow::Step step_of(Event event, std::int64_t code) {
 }  // namespace
 
 void ControlFlow::Ticket::run() {
+  // Ranks may start what they agreed on in another order, of gathers and of reductions.
+  const comm::AgreedCall agreed;
   try {
     if (after) {
       // Behind what its tensors need, but not behind what was queued since.
@@ -547,6 +551,17 @@ bool ControlFlow::has_started(const Handle& ticket) { return ticket->started; }
 // Starts what is agreed on while this rank computes, and carries the board between machines.
 void ControlFlow::watch() {
   bool carries = board_->carries();
+  const auto carry = [&] {
+    if (!carries) return false;
+    try {
+      return board_->carry();
+    } catch (const std::exception& error) {
+      // The store is gone with the rank that kept it; whoever waits learns who was lost.
+      log::debug(text::concat("What ranks announce is not carried any more: ", describe(error)));
+      carries = false;
+      return false;
+    }
+  };
   auto pause = microseconds(100);
   while (!stop_) {
     const std::uint32_t rings = board_->rings(Board::Sleeper::watcher);
@@ -557,18 +572,11 @@ void ControlFlow::watch() {
       pump_all();
     }
     auto most = waits ? microseconds(20'000) : microseconds(3'600'000'000);
-    if (carries) {
-      try {
-        pause = board_->carry() ? microseconds(100) : std::min(pause * 2, microseconds(5000));
-      } catch (const std::exception& error) {
-        // The store is gone with the rank that kept it; whoever waits learns who was lost.
-        log::debug(text::concat("What ranks announce is not carried any more: ", describe(error)));
-        carries = false;
-      }
-      most = std::min(most, pause);
-    }
+    pause = carry() ? microseconds(100) : std::min(pause * 2, microseconds(5000));
+    if (carries) most = std::min(most, pause);
     if (!stop_) board_->sleep(Board::Sleeper::watcher, rings, most);
   }
+  carry();  // others may still wait for what was announced last
 }
 
 }  // namespace accelerate::parallel

@@ -6,6 +6,7 @@
 #include <accelerate/comm/collectives.hpp>
 #include <accelerate/comm/group.hpp>
 #include <accelerate/comm/world.hpp>
+#include "comm/world_impl.hpp"
 
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -100,11 +101,20 @@ void play(const std::string& name, const Group& world) {
     reduce(world);
     std::this_thread::sleep_for(milliseconds(300) * rank);
   } else if (name == "told") {
-    // All get the same news and end by it; rank 2 takes them a little later.
     reduce(world);
     if (rank == 2) std::this_thread::sleep_for(milliseconds(400));
     world.broadcast(at::ones({4}), 0).wait();
     throw ConfigError("the ranks differ");
+  } else if (name == "failed_pass") {
+    // What Ddp does when an exception ends a backward pass; the others wait for its gradients.
+    reduce(world);
+    const auto fail = [&] {
+      world.impl()->watch->say_failed_pass();
+      world.impl()->watch->wait_until_all_failed();
+    };
+    fail();  // everywhere
+    if (rank == victim) fail();
+    reduce(world);
   } else if (name == "unwaited") {
     const Work left_alone = world.all_reduce(at::ones({1 << 24}));
   } else if (name == "shapes") {
@@ -358,6 +368,17 @@ TEST(Failure, AnExceptionInOneRankEndsTheOthers) {
   EXPECT_TRUE(culprit.has("the data of this rank are unreadable")) << culprit;
   for (const int rank : {0, 2})
     expect_lost(run.outcome(rank), 1, "an exception ended its part in the run", 8);
+}
+
+TEST(Failure, ABackwardPassThatFailsOnOneRankEndsTheOthers) {
+  Ranks run("failed_pass", 3);
+  run.start_all();
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto outcome = run.outcome(rank);
+    EXPECT_LT(outcome.seconds, 12) << outcome;  // 5 s, the start and a busy machine
+    const char* told = rank == 1 ? "PeerLostError|" : "the backward pass of rank 1 failed";
+    EXPECT_TRUE(outcome.has(told)) << outcome;
+  }
 }
 
 TEST(Failure, TheEndOfARankBreaksNothingThatOthersCanFinish) {
