@@ -742,6 +742,19 @@ TEST(Failure, DebugModeFindsMismatchesOnEveryRank) {
   }
 }
 
+TEST(Failure, WhereGlooEndsTheProcessItIsExplained) {
+  Ranks run("shapes", 2);
+  run.start_all();
+  bool explained = false;
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto outcome = run.outcome(rank);
+    explained = explained ||
+                outcome.has("with tensors of different shapes. Run with ACCELERATE_DEBUG_MODE=1");
+    EXPECT_LT(outcome.seconds, 15) << outcome;
+  }
+  EXPECT_TRUE(explained);
+}
+
 TEST(Failure, DebugModeSaysNoLessOfATimeout) {
   for (const bool debug : {false, true}) {
     Ranks run("late", 2);
