@@ -1,13 +1,12 @@
 // What happens when a run goes wrong. The tests start ranks of this very program, which play the
 // case named in FAILURE_CASE, and look at what each rank says and how long it took.
-#include "comm/world_impl.hpp"
-
 #include <accelerate/base/environment.hpp>
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/topology.hpp>
 #include <accelerate/comm/collectives.hpp>
 #include <accelerate/comm/group.hpp>
 #include <accelerate/comm/world.hpp>
+#include "comm/world_impl.hpp"
 
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -102,7 +101,6 @@ void play(const std::string& name, const Group& world) {
     reduce(world);
     std::this_thread::sleep_for(milliseconds(300) * rank);
   } else if (name == "told") {
-    // All get the same news and end by it; rank 2 takes them a little later.
     reduce(world);
     if (rank == 2) std::this_thread::sleep_for(milliseconds(400));
     world.broadcast(at::ones({4}), 0).wait();
@@ -110,13 +108,13 @@ void play(const std::string& name, const Group& world) {
   } else if (name == "failed_pass") {
     // What Ddp does when an exception ends a backward pass; the others wait for its gradients.
     reduce(world);
-    for (int pass = 0; pass < 2; ++pass) {  // the first fails everywhere
-      if (pass == 0 || rank == victim) {
-        world.impl()->watch->say_failed_pass();
-        world.impl()->watch->wait_until_all_failed();
-      }
-      reduce(world);
-    }
+    const auto fail = [&] {
+      world.impl()->watch->say_failed_pass();
+      world.impl()->watch->wait_until_all_failed();
+    };
+    fail();  // everywhere
+    if (rank == victim) fail();
+    reduce(world);
   } else if (name == "unwaited") {
     const Work left_alone = world.all_reduce(at::ones({1 << 24}));
   } else if (name == "shapes") {
@@ -377,11 +375,9 @@ TEST(Failure, ABackwardPassThatFailsOnOneRankEndsTheOthers) {
   run.start_all();
   for (int rank = 0; rank < 3; ++rank) {
     const auto outcome = run.outcome(rank);
-    EXPECT_EQ(outcome.status, 3) << outcome;
     EXPECT_LT(outcome.seconds, 12) << outcome;  // 5 s, the start and a busy machine
-    if (rank == 1) continue;
-    EXPECT_TRUE(outcome.has("DistributedError|all_reduce|")) << outcome;
-    EXPECT_TRUE(outcome.has("the backward pass of rank 1 failed")) << outcome;
+    const char* told = rank == 1 ? "PeerLostError|" : "the backward pass of rank 1 failed";
+    EXPECT_TRUE(outcome.has(told)) << outcome;
   }
 }
 
