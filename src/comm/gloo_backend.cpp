@@ -10,7 +10,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 
-#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <string_view>
@@ -95,7 +94,7 @@ std::terminate_handler terminate_before = nullptr;
 
 // Gloo throws on a thread of its own when a message has another size than its receiver has room
 // for, which ends the process: nobody can catch that, but it can be explained.
-[[noreturn]] void explain_and_terminate() {
+void explain_and_terminate() {
   if (const std::exception_ptr error = std::current_exception()) {
     try {
       std::rethrow_exception(error);
@@ -112,8 +111,7 @@ std::terminate_handler terminate_before = nullptr;
       // Not Gloo's.
     }
   }
-  if (terminate_before != nullptr) terminate_before();
-  std::abort();
+  terminate_before();
 }
 
 }  // namespace
