@@ -273,6 +273,11 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
       sizes = parameter.sizes;
       sizes[0] = to > from ? (to - from) / (parameter.elements / parameter.sizes[0]) : 0;
     }
+    const auto order = memory_order(parameter.sizes, parameter.strides);
+    part.placements.push_back(
+        Placement(parameter.sizes, order)
+            .run(std::clamp<std::int64_t>(begin - parameter.offset, 0, parameter.elements),
+                 to - from));
     part.leaf_offsets.push_back(from - begin);
     part.leaves.push_back(plain_view(part.shard, sizes, from - begin));
     part.leaves.back().set_requires_grad(parameter.parameter.requires_grad());
