@@ -1,6 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <parallel/fsdp_impl.hpp>
 #include <parallel/state_names.hpp>
 
@@ -10,7 +10,7 @@
 namespace accelerate::parallel {
 
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 using intercept::Unit;
 using intercept::UnitParameter;
 
@@ -47,7 +47,7 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
   impl_->require_sharded();
   impl_->begin_pass();
   impl_->engine->take_assigned();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto placed = [&](const at::Tensor& tensor) {
     return options.offload_to_cpu() ? tensor.detach().to(at::kCPU, /*non_blocking=*/false,
                                                          /*copy=*/true)
@@ -86,7 +86,7 @@ void Fsdp::load_state_dict(const std::vector<NamedTensor>& state, const StateDic
   impl_->begin_pass();
   impl_->engine->take_assigned();
   impl_->wait_for_copies();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto buffers = all_names(module_, module_.buffers());
   if (options.type() == StateDictType::full) {
     StateMatch match(state, all_names(module_, module_.parameters()), buffers, strict);
