@@ -1,8 +1,10 @@
 // What interception costs: the same operator on the same memory, tagged and plain, in turns. Prints
 // a line of JSON for each: the first for an operator on plain tensors before and after the
-// interceptor was installed, the others for operators on tagged ones.
+// interceptor was installed, the others for operators on tagged ones, and on ones with an operator
+// policy.
 
-#include <accelerate/intercept/engine.hpp>
+#include <accelerate/intercept/operator_policy.hpp>
+#include <intercept/engine.hpp>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -25,6 +27,13 @@ struct Memory final : intercept::Residency {
                   const intercept::Written&, const at::Tensor&) override {}
   at::Tensor bring_full(const intercept::Unit&) override { return flat.clone(); }
   void write_back_full(const intercept::Unit&, const at::Tensor&) override {}
+};
+
+struct PassesOn final : intercept::OperatorPolicy {
+  explicit PassesOn(std::string name) : name(std::move(name)) {}
+  std::string name;
+  std::vector<std::string> operators() const override { return {name}; }
+  at::Tensor apply(intercept::OperatorCall& call) override { return call.proceed(); }
 };
 
 double nanoseconds(const std::function<void()>& call, int count) {
@@ -89,6 +98,21 @@ int main() {
   };
   print("mm", false, before, after);
   for (const Row& row : rows) {
+    const auto [without, with] = compare(row.plain, row.tagged);
+    print(row.name, true, without, with);
+  }
+  const at::Tensor other = plain.clone();
+  const at::Tensor replaced = plain.clone();
+  const auto first = intercept::attach(other, std::make_shared<PassesOn>("aten::embedding"));
+  const auto second = intercept::attach(replaced, std::make_shared<PassesOn>("aten::mm"));
+  const Row with_policies[] = {
+      {"mm, while others have policies", [&] { at::mm(x, plain); }, [&] { at::mm(x, weight); }},
+      {"mm, which its policy does not name", [&] { at::mm(x, weight); }, [&] { at::mm(x, other); }},
+      {"mm, which its policy replaces by the same", [&] { at::mm(x, weight); },
+       [&] { at::mm(x, replaced); }},
+      {"t (view) with a policy", [&] { plain.t(); }, [&] { replaced.t(); }},
+  };
+  for (const Row& row : with_policies) {
     const auto [without, with] = compare(row.plain, row.tagged);
     print(row.name, true, without, with);
   }

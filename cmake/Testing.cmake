@@ -22,6 +22,19 @@ if(MPIEXEC_EXECUTABLE)
   endif()
 endif()
 
+# LibTorch's headers take most of a test's compile time, so they are compiled once. Only the tests: in the library and
+# its examples it would hide that a file does not include what it uses.
+add_executable(accelerate_test_headers EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/tests/support/headers_main.cpp)
+accelerate_compile_settings(accelerate_test_headers)
+target_link_libraries(accelerate_test_headers PRIVATE accelerate::accelerate GTest::gtest)
+target_precompile_headers(accelerate_test_headers PRIVATE <torch/torch.h> <gtest/gtest.h> <nlohmann/json.hpp>)
+
+# How tests are compiled: they are compiled more than run.
+function(accelerate_test_settings name)
+  target_compile_options(${name} PRIVATE -O0 -g0)
+endfunction()
+accelerate_test_settings(accelerate_test_headers)
+
 # accelerate_add_test(NAME SOURCES a_test.cpp ... [BASE] [LABELS ...])
 #   One test program of GoogleTest cases that runs in one process. BASE: it uses no torch.
 function(accelerate_add_test name)
@@ -33,8 +46,9 @@ function(accelerate_add_test name)
     target_link_libraries(${name} PRIVATE accelerate::base GTest::gtest_main)
   else()
     target_link_libraries(${name} PRIVATE accelerate::accelerate GTest::gtest_main)
+    target_precompile_headers(${name} REUSE_FROM accelerate_test_headers)
   endif()
-  target_compile_options(${name} PRIVATE -O1 -g0)  # they are compiled more than run
+  accelerate_test_settings(${name})
   target_compile_definitions(${name} PRIVATE ACCELERATE_TEST_PYTHON="${ACCELERATE_TEST_PYTHON}"
     ACCELERATE_TESTS_DIR="${PROJECT_SOURCE_DIR}/tests")
   add_test(NAME ${name} COMMAND ${name})
@@ -52,7 +66,8 @@ function(accelerate_add_distributed_test name)
   accelerate_compile_settings(${name})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/tests ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${name} PRIVATE accelerate::accelerate GTest::gtest GTest::gmock)
-  target_compile_options(${name} PRIVATE -O1 -g0)
+  accelerate_test_settings(${name})
+  target_precompile_headers(${name} REUSE_FROM accelerate_test_headers)
   add_dependencies(${name} accelerate_cli)
   set(device "ACCELERATE_USE_CPU=1")
   if(arg_ANY_DEVICE)

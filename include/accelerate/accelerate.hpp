@@ -20,6 +20,7 @@
 #include <accelerate/core/random.hpp>
 #include <accelerate/core/tree.hpp>
 #include <accelerate/data/loader.hpp>
+#include <accelerate/intercept/operator_policy.hpp>
 #include <accelerate/optim/optimizer.hpp>
 #include <accelerate/optim/scheduler.hpp>
 #include <accelerate/optim/schedules.hpp>

@@ -2,15 +2,16 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
-#include <accelerate/intercept/key.hpp>
-#include <accelerate/intercept/tagged_storage.hpp>
 #include <accelerate/optim/offloaded.hpp>
 #include <accelerate/parallel/ddp.hpp>
 #include <accelerate/parallel/deepspeed.hpp>
+#include <intercept/policies.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include "accelerator/make_strategy.hpp"
 #include "accelerator/resolve.hpp"
 #include "base/terminal_line.hpp"
+#include "comm/user_call.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
@@ -199,6 +200,7 @@ detail::Prepared Accelerator::prepared() {
 std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleRecord record,
                                                                       const void* identity,
                                                                       bool evaluation_mode) {
+  const comm::UserCall call("prepare() of a module");
   const bool trained =
       !evaluation_mode &&
       std::any_of(record.parameters().begin(), record.parameters().end(),
@@ -221,7 +223,7 @@ std::shared_ptr<detail::PreparedModuleCore> Accelerator::adapt_module(ModuleReco
   prune();
   for (const auto* tensors : {&record.parameters(), &record.buffers()}) {
     for (const auto& [name, tensor] : *tensors) {
-      if (!intercept::is_tagged(tensor)) continue;
+      if (!intercept::is_claimed(tensor)) continue;
       throw StateError(text::concat(
           "The module's ", name,
           " comes and goes already: the module was dispatched by a device map, or another "
@@ -427,6 +429,7 @@ class BackwardScope {
 }  // namespace
 
 void Accelerator::run_backward(const at::Tensor& loss) {
+  const comm::UserCall call("backward()");
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
     std::string found = "an undefined tensor";
     if (loss.defined()) {
@@ -544,6 +547,7 @@ void Accelerator::join(const std::vector<std::shared_ptr<detail::PreparedModuleC
 }
 
 void Accelerator::unscale_gradients() {
+  const comm::UserCall call("unscale_gradients()");
   for (const auto& optimizer : optimizers()) optimizer->finish_gradients();
 }
 
@@ -568,6 +572,7 @@ void require_limit(const char* operation, double limit) {
 
 at::Tensor Accelerator::clip_grad_norm_(PreparedModuleBase& model, double max_norm,
                                         double norm_type) {
+  const comm::UserCall call("clip_grad_norm_()");
   require_limit("clip_grad_norm_()", max_norm);
   require_whole_gradients("clip_grad_norm_()");
   unscale_gradients();
@@ -635,6 +640,7 @@ void Accelerator::profile(const ProfileOptions& options,
 }
 
 bool Accelerator::check_trigger() {
+  const comm::UserCall call("check_trigger()");
   if (world().size() == 1) return std::exchange(trigger_, false);
   const at::Tensor raised =
       at::full({1}, trigger_ ? 1 : 0, at::TensorOptions().device(device()).dtype(at::kInt));
@@ -644,6 +650,7 @@ bool Accelerator::check_trigger() {
 }
 
 data::LoaderContext Accelerator::loader_context() const {
+  const comm::UserCall call("prepare() of a loader");
   const Topology& topology = state_->topology();
   data::LoaderContext context;
   context.group = world();
@@ -669,6 +676,7 @@ namespace {
 void run_first(const comm::Group& group, const char* operation,
                const std::function<void()>& function) {
   if (group.size() == 1) return function();
+  const comm::UserCall call(operation);
   std::exception_ptr failure;
   std::string outcome;
   if (group.rank() == 0) {
@@ -719,6 +727,7 @@ void Accelerator::free_memory() {
 }
 
 void Accelerator::end_training() {
+  const comm::UserCall call("end_training()");
   if (!State::is_initialized()) return;
   wait_for_everyone();
   free_memory();

@@ -4,7 +4,10 @@
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 
+#include "io/file_lock.hpp"
+
 #include <algorithm>
+#include <mutex>
 #include <set>
 
 namespace accelerate::detail {
@@ -165,6 +168,23 @@ void finish_deleting(const fs::path& folder) {
     }
   }
   io::delete_path(list);
+}
+
+std::shared_ptr<io::FileLock> lock_of_project(const fs::path& parent) {
+  static std::mutex mutex;
+  static std::map<fs::path, std::weak_ptr<io::FileLock>> all;
+  const std::lock_guard guard(mutex);
+  const fs::path place = fs::weakly_canonical(parent);
+  if (auto held = all[place].lock()) return held;
+  const fs::path project = place.parent_path();
+  io::make_folders(project);
+  auto lock = std::make_shared<io::FileLock>(
+      project / ("." + place.filename().string() + ".lock"),
+      text::concat("The project ", project.string(), " is being saved to"),
+      "Nothing of it was changed. Two runs in one project would delete each other's checkpoints: "
+      "give each a project_dir of its own, or wait until the other has ended.");
+  all[place] = lock;
+  return lock;
 }
 
 Json own_state(const Json& states, const comm::Group& group, const std::string& path) {

@@ -33,6 +33,10 @@ std::vector<std::filesystem::path> superfluous(const std::filesystem::path& pare
 void delete_checkpoint(const std::filesystem::path& folder);
 // Goes on where a process died in the middle of that; nothing elsewhere.
 void finish_deleting(const std::filesystem::path& folder);
+// Held by a run from its first save into the numbered checkpoints of `parent` to its end: a second
+// one would share their numbers and delete the other's. One for all of a process. Throws
+// CheckpointError, naming the other run, when another has it.
+std::shared_ptr<io::FileLock> lock_of_project(const std::filesystem::path& parent);
 // What stands before the names of each module's parameters in an optimizer's state.
 std::vector<checkpoints::NamedModule> named_modules(const Prepared& prepared);
 // A loader's state on this process, out of that of all processes that saved. Throws CheckpointError

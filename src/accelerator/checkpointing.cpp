@@ -10,6 +10,7 @@
 #include "accelerator/checkpoint_names.hpp"
 #include "accelerator/exact_json.hpp"
 #include "base/parse_json.hpp"
+#include "comm/user_call.hpp"
 
 #include <ATen/Context.h>
 
@@ -144,6 +145,7 @@ fs::path Checkpointing::next_folder() {
     }
     const fs::path parent = checkpoints();
     if (group_.rank() != 0) return;
+    if (project_lock_ == nullptr) project_lock_ = lock_of_project(parent);
     std::int64_t number = project_.iteration();
     for (const auto& [taken, folder] : numbered_folders(parent))
       number = std::max(number, taken + 1);
@@ -177,6 +179,7 @@ fs::path Checkpointing::newest_folder() const {
 }
 
 std::optional<fs::path> Checkpointing::best() const {
+  const comm::UserCall call("best_checkpoint()");
   std::string name;
   together(savers_.world, "looking for the best checkpoint", project_.project_dir().string(), [&] {
     if (group_.rank() != 0) return;
@@ -237,8 +240,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
         checkpoints::TensorGroup tensors;
         tensors.name = name;
         for (const NamedTensor& entry : objects_[i].save_tensors()) {
-          tensors.parts.push_back(checkpoints::whole_part(entry.name, entry.tensor));
-          tensors.parts.back().of_first_process = true;
+          tensors.parts.push_back(whole_tensor(entry.name, entry.tensor));
+          tensors.of_first_process.insert(entry.name);
         }
         save->add(std::move(tensors));
       }
@@ -281,6 +284,7 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
 
 fs::path Checkpointing::save(const fs::path& folder, const SaveStateOptions& options,
                              const Prepared& prepared) {
+  const comm::UserCall call("save_state()");
   wait();
   if (!prepared.gradients->sync_gradients()) {
     log::warning(

@@ -5,6 +5,7 @@
 #include <accelerate/comm/collectives.hpp>
 
 #include "base/parse_json.hpp"
+#include "comm/user_call.hpp"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -65,6 +66,7 @@ at::Tensor first_rows(const at::Tensor& tensor, std::int64_t real, std::int64_t 
 
 std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors,
                                          const LoaderProgress* progress, const comm::Group& group) {
+  const comm::UserCall call("gather_for_metrics()");
   const bool in_order = progress == nullptr || progress->fill_is_last;
   if (!in_order) {
     // Each rank has a fill of its own, and perhaps another number of rows.
@@ -78,10 +80,10 @@ std::vector<at::Tensor> gather_real_rows(const std::vector<at::Tensor>& tensors,
     }
     const std::int64_t most = *std::max_element(rows.begin(), rows.end());
     std::vector<at::Tensor> result;
-    for (const at::Tensor& all :
-         comm::gather_tensors(comm::pad_tensors_across_processes(
-                                  own, group, /*dim=*/0, /*pad_index=*/0, /*pad_first=*/false),
-                              group)) {
+    for (const at::Tensor& all : comm::gather_tensors(
+             comm::pad_tensors_across_processes(own, std::vector<std::string>(own.size()), group,
+                                                /*dim=*/0, /*values=*/0, /*pad_first=*/false),
+             group)) {
       std::vector<at::Tensor> pieces;
       for (std::size_t rank = 0; rank < rows.size(); ++rank) {
         pieces.push_back(all.narrow(0, static_cast<std::int64_t>(rank) * most, rows[rank]));
@@ -126,6 +128,7 @@ void RowCollector::add(const std::vector<at::Tensor>& tensors) {
 }
 
 std::vector<at::Tensor> RowCollector::gather() {
+  const comm::UserCall call("gather() of a collector for metrics");
   // Rows of each batch on each rank: batches of one round lie rank after rank in the dataset.
   std::vector<std::vector<std::int64_t>> rows;
   std::size_t rounds = 0;

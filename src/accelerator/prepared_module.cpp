@@ -3,6 +3,7 @@
 
 #include <accelerate/base/error.hpp>
 #include <accelerate/optim/gradient_state.hpp>
+#include <comm/user_call.hpp>
 #include <core/map_value.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -11,6 +12,7 @@ namespace accelerate {
 namespace detail {
 
 ForwardPass::ForwardPass(PreparedModuleCore& core) : core_(core) {
+  const comm::UserCall call("forward of a prepared module");
   context_.grad_enabled = at::GradMode::is_enabled();
   context_.sync = !core.no_sync;
   core_.strategy->before_forward(context_);
@@ -29,6 +31,7 @@ bool ForwardPass::wants_outputs() const noexcept {
 }
 
 void ForwardPass::finish(const std::vector<at::Tensor>& outputs) {
+  const comm::UserCall call("forward of a prepared module");
   core_.strategy->after_forward(context_, outputs);
   if (context_.grad_enabled) core_.used_since_backward = true;
 }

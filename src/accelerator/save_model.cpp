@@ -6,6 +6,7 @@
 #include <accelerate/io/manifest.hpp>
 
 #include "base/parse_json.hpp"
+#include "comm/user_call.hpp"
 
 #include <ATen/ops/full.h>
 
@@ -15,6 +16,7 @@ std::vector<std::string> Accelerator::save_model(PreparedModuleBase& model,
                                                  const std::filesystem::path& folder,
                                                  const std::string& max_shard_size,
                                                  bool safe_serialization) const {
+  const comm::UserCall call("save_model()");
   // What is whole anyway is written from where it is; what is gathered would fill the device.
   const auto state = model.state_dict(
       parallel::StateDictOptions().rank0_only(true).offload_to_cpu(model.strategy().owns_leaves()));
@@ -41,6 +43,7 @@ void Accelerator::stop_on_signals(const std::vector<int>& signals) {
 }
 
 bool Accelerator::stop_requested() const {
+  const comm::UserCall call("stop_requested()");
   if (signals_ == nullptr) return false;
   const bool own = signals_->received() != 0;
   if (world().size() == 1) return own;

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <accelerate/core/module.hpp>
-#include <accelerate/intercept/key.hpp>
+#include <intercept/key.hpp>
 
 #include <unordered_map>
 #include <vector>

@@ -9,15 +9,14 @@
 #include <big_model/folder_lock.hpp>
 #include <big_model/offload_residency.hpp>
 #include <core/map_value.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/replace.hpp>
+#include <intercept/torchscript.hpp>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/jit/codegen/fuser/interface.h>
-#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 
 #include <algorithm>
 #include <exception>
@@ -33,7 +32,7 @@ using big_model::device_of;
 using big_model::OffloadResidency;
 using big_model::Source;
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 
 // A gradient that arrives at a weight on disk has nowhere to go.
 struct RefuseGradient final : torch::autograd::PostAccumulateGradHook {
@@ -163,7 +162,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   const auto check = [&](const NamedTensor& entry, bool is_buffer) {
     const std::string stored = stored_name(entry);
     // A tagged one without memory was left behind by a handle.
-    if (intercept::is_tagged(entry.tensor) && !entry.tensor.is_meta()) {
+    if (intercept::is_claimed(entry.tensor) && !entry.tensor.is_meta()) {
       throw StateError(text::concat("'", entry.name,
                                     "' is sharded or offloaded already. A module is dispatched "
                                     "once; call remove_offload() before it is dispatched again."));
@@ -208,7 +207,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
         "These weights have gradients, which offloading would lose: ", text::join(with_gradient),
         ". Call the optimizer's zero_grad() first."));
   }
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   if (!to_write.empty()) {
     const WeightStore written = offload_state_dict(options.offload_dir(), to_write);
     for (const auto& [name, entry] : written.entries()) store.add(name, entry);
@@ -225,17 +224,15 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
   for (const NamedTensor& entry : module.parameters())
     elsewhere = elsewhere || !(entry.tensor.is_cpu() || entry.tensor.is_meta());
   if (!offloaded.empty()) {
-    if (module.is_torchscript()) {
-      // A fused kernel would read weights past the dispatcher.
-      torch::jit::setTensorExprFuserEnabled(false);
-      torch::jit::overrideCanFuseOnCPU(false);
-      torch::jit::overrideCanFuseOnGPU(false);
-    }
+    if (module.is_torchscript()) intercept::switch_off_fusers();
     intercept::EngineOptions engine_options;
     engine_options.compute_device = main;
     engine_options.prefetch = engine_options.prefetch_in_backward = options.prefetch();
     engine_options.resident_limit = options.resident_limit();
     engine_options.oversized_alone = true;
+    engine_options.advice =
+        "Before code that changes a weight's shape or memory, or reads it raw, such as "
+        "torch::save() or data_ptr(), call remove_offload().";
     engine = std::make_unique<Engine>(units(), engine_options, *residency,
                                       std::function<void(const intercept::Unit&, at::Tensor)>());
     for (const NamedTensor& entry : offloaded) {
@@ -255,7 +252,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
 void Dispatched::Impl::guard_the_rest() {
   for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
     for (const auto& [name, tensor] : *tensors) {
-      if (intercept::is_tagged(tensor) || !can_be_guarded(tensor)) continue;
+      if (intercept::is_claimed(tensor) || !can_be_guarded(tensor)) continue;
       intercept::guard(tensor, true);
       guarded.push_back(tensor);
     }
@@ -399,7 +396,7 @@ Dispatched::Dispatched(ModuleRecord module, DeviceMap map, OffloadOptions option
 Dispatched::~Dispatched() {
   impl_->release_guards();
   if (!impl_->engine) return;
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   impl_->release_hooks();
   for (const NamedTensor& entry : impl_->offloaded) {
     const Source& source = impl_->residency->source(entry.tensor);
@@ -445,7 +442,7 @@ void Dispatched::remove_offload() {
                                         " are free, so the offloading cannot be ended."));
   }
   impl_->engine->end_pass();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   std::vector<at::Tensor> values;
   for (const NamedTensor& entry : impl_->offloaded)
     values.push_back(impl_->residency->whole(entry.tensor));

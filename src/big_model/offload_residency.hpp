@@ -1,10 +1,10 @@
 #pragma once
 
 #include <accelerate/big_model/weight_store.hpp>
-#include <accelerate/intercept/engine.hpp>
 #include <accelerate/tracking/memory_tracker.hpp>
 #include <big_model/bringer.hpp>
 #include <big_model/open_files.hpp>
+#include <intercept/engine.hpp>
 
 #include <chrono>
 #include <memory>

@@ -79,9 +79,10 @@ class PickleHeap {
   std::vector<at::Tensor> tensors_;
 
  private:
-  // A list of small numbers, the densest thing that Python writes, needs 80 bytes for each of its
-  // values, of two bytes; a state dict some 20 for each byte.
-  static constexpr std::uint64_t kBudgetPerByte = 40;
+  // A list of None, True and False, the densest thing that Python writes, needs 80 bytes for each
+  // of its values, of one byte; a list of small numbers half of that, a state dict some 20 for each
+  // byte.
+  static constexpr std::uint64_t kBudgetPerByte = 96;
   static constexpr std::uint64_t kLeastBudget = std::uint64_t{8} << 20;
 
   PyValue value_of(const Value& value, int depth);

@@ -3,6 +3,8 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
+#include "comm/user_call.hpp"
+
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -110,6 +112,7 @@ void wait_all(std::vector<Work>& works) {
 }  // namespace
 
 std::vector<at::Tensor> gather_tensors(const std::vector<at::Tensor>& tensors, const Group& group) {
+  const comm::UserCall call("gather()");
   if (group.size() == 1) return tensors;
   check_alike(tensors, group, "gather",
               "Call pad_across_processes first where ranks may have unequal lengths, or "
@@ -134,6 +137,7 @@ std::vector<at::Tensor> gather_tensors(const std::vector<at::Tensor>& tensors, c
 
 std::vector<at::Tensor> reduce_tensors(const std::vector<at::Tensor>& tensors, const Group& group,
                                        Reduction reduction, double scale) {
+  const comm::UserCall call("reduce()");
   std::vector<at::Tensor> reduced;
   for (const auto& tensor : tensors) {
     const bool fraction = reduction == Reduction::mean || scale != 1.0;
@@ -168,6 +172,7 @@ std::vector<at::Tensor> reduce_tensors(const std::vector<at::Tensor>& tensors, c
 
 std::vector<at::Tensor> broadcast_tensors(const std::vector<at::Tensor>& tensors,
                                           const Group& group, int from) {
+  const comm::UserCall call("broadcast()");
   if (group.size() == 1) return tensors;
   check_alike(tensors, group, "broadcast",
               "Every rank has to bring tensors for what rank `from` sends.");
@@ -187,9 +192,11 @@ std::vector<at::Tensor> broadcast_tensors(const std::vector<at::Tensor>& tensors
 }
 
 std::vector<at::Tensor> pad_tensors_across_processes(const std::vector<at::Tensor>& tensors,
+                                                     const std::vector<std::string>& paths,
                                                      const Group& group, std::int64_t dim,
-                                                     double pad_index, bool pad_first) {
-  if (group.size() == 1) return tensors;
+                                                     const PadValues& values, bool pad_first) {
+  const comm::UserCall call("pad_across_processes()");
+  values.require_known(paths);
   std::vector<std::vector<Described>> ranks;
   for (const auto& bytes : group.all_gather_bytes(signature(tensors)))
     ranks.push_back(read_signature(bytes));
@@ -206,6 +213,12 @@ std::vector<at::Tensor> pad_tensors_across_processes(const std::vector<at::Tenso
                  " needs as many tensors, of as many dims, on every rank, and those of rank ", rank,
                  " differ from those of rank 0."),
           "pad_across_processes", group.rank());
+    }
+    for (std::size_t index = 0; index < paths.size(); ++index) {
+      const Described& tensor = ranks[rank][index];
+      const auto dims = static_cast<std::int64_t>(tensor.shape.size());
+      if (tensor.defined && dim < dims && dim >= -dims)
+        values.require_fits(tensor.dtype, paths[index]);
     }
   }
   std::vector<at::Tensor> padded;
@@ -226,7 +239,7 @@ std::vector<at::Tensor> pad_tensors_across_processes(const std::vector<at::Tenso
     }
     auto shape = tensor.sizes().vec();
     shape[static_cast<std::size_t>(along)] = longest;
-    at::Tensor longer = at::full(shape, pad_index, tensor.options());
+    at::Tensor longer = at::full(shape, values.at(paths[index]), tensor.options());
     longer.narrow(along, pad_first ? longest - have : 0, have).copy_(tensor);
     padded.push_back(std::move(longer));
   }
@@ -234,6 +247,7 @@ std::vector<at::Tensor> pad_tensors_across_processes(const std::vector<at::Tenso
 }
 
 std::vector<Json> gather_object(const Json& object, const Group& group) {
+  const comm::UserCall call("gather_object()");
   std::vector<Json> gathered;
   const auto add = [&](Json value) {
     if (value.is_array()) {
@@ -254,6 +268,7 @@ std::vector<Json> gather_object(const Json& object, const Group& group) {
 }
 
 void broadcast_object_list(std::vector<Json>& objects, const Group& group, int from) {
+  const comm::UserCall call("broadcast_object_list()");
   if (group.size() == 1) return;
   std::string bytes;
   Json::to_cbor(Json(objects), bytes);

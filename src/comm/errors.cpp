@@ -46,7 +46,8 @@ std::exception_ptr nest(const std::exception_ptr& failure, Arguments&&... argume
 }  // namespace
 
 std::string OperationName::text() const {
-  return text::concat(operation, " in group \"", group, "\" on rank ", rank, " of ", size);
+  return text::concat(operation, " in group \"", group, "\" on rank ", rank, " of ", size,
+                      call.empty() ? "" : text::concat(", in ", call, ","));
 }
 
 FailureKind classify(const std::exception_ptr& failure) {
@@ -64,7 +65,8 @@ FailureKind classify(const std::exception_ptr& failure) {
 }
 
 std::exception_ptr translate(const std::exception_ptr& failure, const OperationName& name,
-                             std::chrono::milliseconds timeout, const std::string& remark) {
+                             std::chrono::milliseconds timeout, bool compared,
+                             const std::string& remark) {
   try {
     std::rethrow_exception(failure);
   } catch (const c10::OutOfMemoryError&) {
@@ -82,11 +84,14 @@ std::exception_ptr translate(const std::exception_ptr& failure, const OperationN
           failure,
           text::concat(name.text(), " waited longer than the timeout of ",
                        text::format_seconds(timeout.count() / 1e3),
-                       ". Another rank does not take part in it: it is "
-                       "slower than the timeout allows, or it runs other "
-                       "operations. Raise the timeout (ACCELERATE_TIMEOUT, in "
-                       "seconds), or have every call compared between ranks "
-                       "(ACCELERATE_DEBUG_MODE=1), if it is not already.",
+                       compared ? ". Another rank has not come to it: it is slower than the "
+                                  "timeout allows, or it has stopped, or waits in another group. "
+                                  "Raise the timeout (ACCELERATE_TIMEOUT, in seconds), or see what "
+                                  "that rank does."
+                                : ". Another rank does not take part in it: it is slower than the "
+                                  "timeout allows, or it runs other operations. Raise the timeout "
+                                  "(ACCELERATE_TIMEOUT, in seconds), or have every call compared "
+                                  "between ranks (ACCELERATE_DEBUG_MODE=1).",
                        remark),
           name.operation, name.rank);
     case FailureKind::connection:

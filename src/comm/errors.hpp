@@ -12,8 +12,10 @@ struct OperationName {
   std::string group;
   int rank = 0;
   int size = 1;
+  /// In debug mode: what the program called, such as "accelerator.backward()".
+  std::string call;
 
-  /// "all_reduce in group \"world\" on rank 1 of 4".
+  /// "all_reduce in group \"world\" on rank 1 of 4, in accelerator.backward(),".
   std::string text() const;
 };
 
@@ -28,8 +30,10 @@ enum class FailureKind {
 FailureKind classify(const std::exception_ptr& failure);
 
 /// The library's error for `failure`, the original nested in it. An error that is the library's own
-/// already is returned as it is. `remark` is added to a timeout's message.
+/// already is returned as it is. `remark` is added to a timeout's message. `compared`: debug mode
+/// is on.
 std::exception_ptr translate(const std::exception_ptr& failure, const OperationName& name,
-                             std::chrono::milliseconds timeout, const std::string& remark = {});
+                             std::chrono::milliseconds timeout, bool compared,
+                             const std::string& remark = {});
 
 }  // namespace accelerate::comm

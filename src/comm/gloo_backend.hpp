@@ -17,9 +17,4 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& interface);
 
-/// `backend` behind a check that all ranks call the same operation with the same shapes; the ranks
-/// compare notes over `notes`, a gloo backend of its own.
-c10::intrusive_ptr<c10d::Backend> check_calls(c10::intrusive_ptr<c10d::Backend> backend,
-                                              c10::intrusive_ptr<c10d::Backend> notes);
-
 }  // namespace accelerate::comm

@@ -1,5 +1,7 @@
 #include "comm/group_watch.hpp"
 
+#include "comm/user_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
@@ -23,20 +25,27 @@ constexpr std::chrono::seconds kOnTheWay{3};
 }  // namespace
 
 GroupWatch::GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
-                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world)
+                       milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world,
+                       bool debug)
     : name_(std::move(name)),
       rank_(rank),
       global_ranks_(std::move(global_ranks)),
       timeout_(timeout),
       liveness_(std::move(liveness)),
-      is_world_(is_world) {}
+      is_world_(is_world),
+      debug_(debug) {}
 
 OperationName GroupWatch::operation(const char* kind) const {
-  return {kind, name_, rank_, static_cast<int>(global_ranks_.size())};
+  const char* call = debug_ ? UserCall::name() : nullptr;
+  return {kind, name_, rank_, static_cast<int>(global_ranks_.size()), call ? call : ""};
+}
+
+void GroupWatch::note_operation() {
+  if (is_world_) liveness_->count_operation();
 }
 
 void GroupWatch::count(const char* kind, std::int64_t bytes) {
-  if (is_world_) liveness_->count_operation();
+  note_operation();
   for (GroupWatch* watch = this; watch != nullptr; watch = watch->parent_.get()) {
     const std::lock_guard lock(watch->mutex_);
     auto& count = watch->traffic_[kind];
@@ -68,6 +77,10 @@ void GroupWatch::forget(c10d::Backend* backend) {
 std::exception_ptr GroupWatch::lost_error(const Loss& loss, const OperationName& name,
                                           const std::exception_ptr& cause) const {
   const int world_rank = global_ranks_[static_cast<std::size_t>(rank_)];
+  for (const auto& failed : liveness_->failed_alone(global_ranks_)) {
+    // Who went after it went because of it.
+    if (!loss.own && failed.rank != loss.rank) return failed_alone_error(failed.rank, name);
+  }
   const std::string message =
       loss.own ? concat(name.text(), " failed because this rank left the run: ", loss.reason, ".")
       : loss.rank == world_rank
@@ -95,6 +108,7 @@ void GroupWatch::check_alive(const char* kind) const {
   // was lost just now.
   if (const auto loss = liveness_->final_loss())
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
+  if (is_broken()) std::rethrow_exception(failed_alone_error(broken_by_, operation(kind)));
 }
 
 void GroupWatch::check_present(const char* kind) const {
@@ -112,6 +126,34 @@ void GroupWatch::check_cause(const char* kind, milliseconds patience) const {
     std::rethrow_exception(lost_error(*loss, operation(kind), nullptr));
 }
 
+void GroupWatch::say_failed_pass() {
+  // Otherwise the others know the cause, and this is what came of it.
+  if (!is_broken() && !knows_loss()) liveness_->say_failed_pass();
+}
+
+void GroupWatch::wait_until_all_failed() const {
+  const auto begin = Clock::now();
+  while (!liveness_->all_failed(global_ranks_, milliseconds(100))) {
+    check_present("backward");
+    if (Clock::now() - begin < timeout_) continue;
+    throw DistributedError(
+        concat("The backward pass of rank ", global_ranks_[static_cast<std::size_t>(rank_)],
+               " failed, and those of the other ranks did not within ",
+               text::format_seconds(timeout_.count() / 1e3),
+               ". Only where all fail alike can they go on."),
+        "backward", rank_);
+  }
+  check_present("backward");
+}
+
+std::exception_ptr GroupWatch::failed_alone_error(int world_rank, const OperationName& name) const {
+  return std::make_exception_ptr(DistributedError(
+      concat(
+          name.text(), " failed because the backward pass of rank ", world_rank,
+          " failed; the error is in its output. Only where all ranks fail alike can they go on."),
+      name.operation, rank_));
+}
+
 std::exception_ptr GroupWatch::left_error(int world_rank, const OperationName& name) const {
   return std::make_exception_ptr(
       PeerLostError(concat(name.text(), " waits for rank ", world_rank,
@@ -127,7 +169,7 @@ std::exception_ptr GroupWatch::broken_connection(const std::exception_ptr& failu
       return left_error(gone.rank, name);
     }
   }
-  return translate(failure, name, timeout_);
+  return translate(failure, name, timeout_, debug_);
 }
 
 std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
@@ -145,7 +187,7 @@ std::exception_ptr GroupWatch::explain(const std::exception_ptr& failure,
     remark = concat(" By its last sign of life, rank ", text::join(behind),
                     " had not started this operation.");
   }
-  return translate(failure, name, timeout_, remark);
+  return translate(failure, name, timeout_, debug_, remark);
 }
 
 void GroupWatch::add(const c10::intrusive_ptr<ObservedWork>& work) {
@@ -199,6 +241,11 @@ void GroupWatch::tick() {
       work->fail(left_error(gone.rank, work->name()));
     }
   }
+  for (const auto& failed : liveness_->failed_alone(global_ranks_)) {
+    if (now - failed.when < kOnTheWay) continue;
+    broken_by_ = failed.rank;
+    for (const auto& work : works) work->fail(failed_alone_error(failed.rank, work->name()));
+  }
 }
 
 ObservedWork::ObservedWork(std::shared_ptr<GroupWatch> watch, const char* kind, c10d::OpType type,
@@ -250,7 +297,8 @@ void ObservedWork::complete() {
   try {
     if (finish_) finish_();
   } catch (...) {
-    const auto error = translate(std::current_exception(), name_, watch_->timeout());
+    const auto error =
+        translate(std::current_exception(), name_, watch_->timeout(), watch_->debug());
     future_->setError(error);
     finish(error);
     return;

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -26,12 +27,15 @@ class ObservedWork;
 class GroupWatch : public LivenessListener, public std::enable_shared_from_this<GroupWatch> {
  public:
   GroupWatch(std::string name, int rank, std::vector<int> global_ranks,
-             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world);
+             std::chrono::milliseconds timeout, std::shared_ptr<Liveness> liveness, bool is_world,
+             bool debug);
 
   OperationName operation(const char* kind) const;
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
-  /// Counts for the groups that this one was split from, too.
+  /// This rank has come to one more operation: what liveness tells the others of it.
+  void note_operation();
+  /// Notes one, and counts it for the groups that this one was split from, too.
   void count(const char* kind, std::int64_t bytes);
   /// To be called before the first collective.
   void count_for(std::shared_ptr<GroupWatch> parent) { parent_ = std::move(parent); }
@@ -43,7 +47,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   void abort_on_loss(c10d::Backend* backend);
   void forget(c10d::Backend* backend);
 
-  /// Throws PeerLostError when a rank was lost a while ago.
+  /// Throws PeerLostError when a rank was lost a while ago, and what `is_broken` tells.
   void check_alive(const char* kind) const;
   /// As check_alive, and when a rank of the group left a while ago.
   void check_present(const char* kind) const;
@@ -56,8 +60,19 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   /// The error for a broken connection when nobody was lost.
   std::exception_ptr broken_connection(const std::exception_ptr& failure,
                                        const OperationName& name) const;
+  /// Errors say which call of the program they are about.
+  bool debug() const noexcept { return debug_; }
   bool knows_loss() const { return liveness_->loss().has_value(); }
   std::chrono::milliseconds patience() const { return liveness_->patience(); }
+
+  /// An error ended a backward pass on this rank, which had operations of this group in it. Where
+  /// the others wait for the rest of them, they give the group up after a while.
+  void say_failed_pass();
+  /// Returns when the pass failed on every rank of the group. Throws when the others gave up.
+  void wait_until_all_failed() const;
+  /// A rank's backward pass failed and this rank waited for its part in an operation. The ranks
+  /// have not started the same number of operations since.
+  bool is_broken() const { return broken_by_ >= 0; }
 
   void add(const c10::intrusive_ptr<ObservedWork>& work);
   void remove(ObservedWork* work);
@@ -71,6 +86,7 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   std::exception_ptr lost_error(const Loss& loss, const OperationName& name,
                                 const std::exception_ptr& cause) const;
   std::exception_ptr left_error(int world_rank, const OperationName& name) const;
+  std::exception_ptr failed_alone_error(int world_rank, const OperationName& name) const;
   std::vector<c10::intrusive_ptr<ObservedWork>> under_way() const;
 
   const std::string name_;
@@ -79,7 +95,9 @@ class GroupWatch : public LivenessListener, public std::enable_shared_from_this<
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Liveness> liveness_;
   const bool is_world_;
+  const bool debug_;
   std::shared_ptr<GroupWatch> parent_;
+  std::atomic<int> broken_by_{-1};
 
   mutable std::mutex mutex_;
   std::map<std::string, Traffic::Count> traffic_;

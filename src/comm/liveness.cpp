@@ -16,6 +16,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace accelerate::comm {
 
@@ -43,11 +44,12 @@ constexpr milliseconds kOnTheWay{1000};
 
 /// All that is ever said, one size for all.
 struct Liveness::Message {
-  enum Kind : std::uint32_t { beat = 0xacce1e00, goodbye, failing, departed, lost };
+  enum Kind : std::uint32_t { beat = 0xacce1e00, goodbye, failing, departed, lost, failed_pass };
   Kind kind = beat;
-  /// departed, lost: who. Otherwise the sender.
+  /// departed, lost, failed_pass: who. Otherwise the sender.
   std::int32_t rank = -1;
   /// beat: how many operations the sender has started; from rank 0: the fewest of any rank.
+  /// failed_pass: how many of them.
   std::uint64_t operations = 0;
   /// beat from rank 0: ranks that have started no more than that; -1 where there are fewer.
   std::array<std::int32_t, kMostNamed> behind{-1, -1, -1, -1, -1, -1, -1, -1};
@@ -69,6 +71,7 @@ Liveness::Liveness(const Rendezvous& met, int rank, int world_size, milliseconds
                     : std::clamp(silence / 4, milliseconds(20), milliseconds(1000))),
       launcher_(launcher),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  failed_passes_.resize(static_cast<std::size_t>(world_size));
   if (!wake_) set_up_failed(concat("no eventfd (", std::strerror(errno), ")"), rank_);
   try {
     if (rank == 0) {
@@ -200,6 +203,35 @@ void Liveness::wake() const {
   [[maybe_unused]] const auto written = ::write(wake_.number(), &one, sizeof one);
 }
 
+void Liveness::say_failed_pass() {
+  {
+    const std::lock_guard lock(mutex_);
+    ++failed_passes_[static_cast<std::size_t>(rank_)].count;
+  }
+  wake();
+}
+
+std::vector<Liveness::Departure> Liveness::failed_alone(const std::vector<int>& ranks) const {
+  std::vector<Departure> ahead;
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t own = failed_passes_[static_cast<std::size_t>(rank_)].count;
+  for (const int rank : ranks) {
+    const FailedPasses& its = failed_passes_[static_cast<std::size_t>(rank)];
+    if (its.count > own) ahead.push_back({rank, its.last});
+  }
+  return ahead;
+}
+
+bool Liveness::all_failed(const std::vector<int>& ranks, milliseconds patience) const {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t own = failed_passes_[static_cast<std::size_t>(rank_)].count;
+  return changed_.wait_for(lock, patience, [&] {
+    return std::all_of(ranks.begin(), ranks.end(), [&](int rank) {
+      return failed_passes_[static_cast<std::size_t>(rank)].count >= own;
+    });
+  });
+}
+
 void Liveness::say_goodbye(milliseconds patience) {
   goodbye_ = true;
   wake();
@@ -254,6 +286,7 @@ void Liveness::run() {
     // Looked at before the farewell, which was asked for earlier: nobody goes without having said
     // it, however late this thread comes to it.
     const bool stopping = stop_;
+    say_failed_passes();
     say_farewell();
     if (stopping) return;
     const auto now = Clock::now();
@@ -274,6 +307,18 @@ void Liveness::run() {
       for (const auto& listener : listeners()) listener->tick();
     }
   }
+}
+
+void Liveness::say_failed_passes() {
+  Message message;
+  message.kind = Message::failed_pass;
+  message.rank = rank_;
+  {
+    const std::lock_guard lock(mutex_);
+    message.operations = failed_passes_[static_cast<std::size_t>(rank_)].count;
+    if (std::exchange(failed_passes_said_, message.operations) == message.operations) return;
+  }
+  say_all(message);
 }
 
 void Liveness::say_farewell() {
@@ -353,7 +398,8 @@ void Liveness::read(Peer& peer) {
 
 void Liveness::handle(Peer& peer, const Message& message) {
   // Rank 0 speaks for all; the others for themselves.
-  const bool of_another = message.kind == Message::departed || message.kind == Message::lost;
+  const bool of_another = message.kind == Message::departed || message.kind == Message::lost ||
+                          (message.kind == Message::failed_pass && message.rank != peer.rank);
   if (of_another && (rank_ == 0 || message.rank < 0 || message.rank >= world_size_)) return;
   switch (message.kind) {
     case Message::beat:
@@ -378,6 +424,9 @@ void Liveness::handle(Peer& peer, const Message& message) {
       break;
     case Message::lost:
       declare_lost(message.rank, message.reason.data());
+      break;
+    case Message::failed_pass:
+      declare_failed_pass(message.rank, message.operations);
       break;
   }
 }
@@ -470,6 +519,21 @@ void Liveness::tell_of_loss(Clock::time_point now) {
     loss = *loss_;
   }
   for (const auto& listener : listeners()) listener->peer_lost(loss);
+}
+
+void Liveness::declare_failed_pass(int rank, std::uint64_t count) {
+  {
+    const std::lock_guard lock(mutex_);
+    failed_passes_[static_cast<std::size_t>(rank)] = {count, Clock::now()};
+  }
+  changed_.notify_all();
+  if (rank_ == 0) {
+    Message message;
+    message.kind = Message::failed_pass;
+    message.rank = rank;
+    message.operations = count;
+    say_all(message);
+  }
 }
 
 void Liveness::declare_departed(int rank) {

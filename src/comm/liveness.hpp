@@ -72,6 +72,15 @@ class Liveness {
   /// The ranks (the first few) that have started the fewest operations, when fewer than this one.
   std::vector<int> behind() const;
 
+  /// Tells the others that an error ended a backward pass on this rank, which will not take part in
+  /// what theirs still wait for.
+  void say_failed_pass();
+  /// Those of `ranks` that told of more failed passes than this one, and since when.
+  std::vector<Departure> failed_alone(const std::vector<int>& ranks) const;
+  /// Whether each of `ranks` has told of as many failed passes as this one, or within `patience`
+  /// does.
+  bool all_failed(const std::vector<int>& ranks, std::chrono::milliseconds patience) const;
+
   /// Tells the others that this rank goes of its own accord, then waits up to `patience` for them
   /// to go too.
   void say_goodbye(std::chrono::milliseconds patience);
@@ -101,6 +110,7 @@ class Liveness {
   void judge_silence(Clock::time_point now);
   void look_after_launcher();
   void tell_of_loss(Clock::time_point now);
+  void say_failed_passes();
   void say_farewell();
   void fail(const std::string& reason);
   void beat();
@@ -109,6 +119,7 @@ class Liveness {
   void say_all(const Message& message) const;
   void declare_lost(int rank, const std::string& reason);
   void declare_departed(int rank);
+  void declare_failed_pass(int rank, std::uint64_t count);
   bool has_departed(int rank) const;
   std::vector<std::shared_ptr<LivenessListener>> listeners();
 
@@ -133,6 +144,12 @@ class Liveness {
   // Why this rank fails, until that is said.
   std::string failure_;
   std::vector<Departure> departures_;
+  struct FailedPasses {
+    std::uint64_t count = 0;
+    Clock::time_point last;
+  };
+  std::vector<FailedPasses> failed_passes_;  // by rank
+  std::uint64_t failed_passes_said_ = 0;
   // Not rank 0: rank 0 has closed the connection, nothing more will be heard.
   bool deaf_ = false;
   std::vector<int> behind_;

@@ -1,11 +1,14 @@
 #include "comm/observed_backend.hpp"
 
+#include "comm/call_check.hpp"
 #include "comm/staging.hpp"
 
 #include <accelerate/base/error.hpp>
+#include <accelerate/base/text.hpp>
 
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <type_traits>
 
 namespace accelerate::comm {
@@ -35,22 +38,43 @@ Tensors flat(const TensorLists& lists) {
   return all;
 }
 
+std::string to_text(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "mean";
+    case c10d::ReduceOp::PRODUCT:
+      return "product";
+    case c10d::ReduceOp::MIN:
+      return "minimum";
+    case c10d::ReduceOp::MAX:
+      return "maximum";
+    default:
+      return text::concat("operation ", static_cast<int>(op.op_));
+  }
+}
+std::string from(std::int64_t rank) { return text::concat("from rank ", rank); }
+std::string to(std::int64_t rank) { return text::concat("to rank ", rank); }
+
 class ObservedBackend final : public c10d::Backend {
  public:
-  ObservedBackend(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<GroupWatch> watch,
-                  Memory memory, std::vector<c10::intrusive_ptr<c10d::Backend>> aborted)
+  ObservedBackend(c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Backend> notes,
+                  std::shared_ptr<GroupWatch> watch, Memory memory,
+                  std::vector<c10::intrusive_ptr<c10d::Backend>> aborted)
       : Backend(inner->getRank(), inner->getSize()),
         inner_(std::move(inner)),
         watch_(std::move(watch)),
         host_(memory == Memory::host),
         aborted_(std::move(aborted)) {
+    if (notes) check_.emplace(std::move(notes), watch_);
     for (const auto& backend : aborted_) watch_->abort_on_loss(backend.get());
   }
   ~ObservedBackend() override {
     for (const auto& backend : aborted_) watch_->forget(backend.get());
-    // gloo's threads may still wait for what a lost rank will never send, and destroying the
+    // gloo's threads may still wait for what another rank will never send, and destroying the
     // backend would wait for them, up to the timeout. They end with the process.
-    if (watch_->knows_loss()) {
+    if (watch_->knows_loss() || watch_->is_broken()) {
       static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>;
       static std::mutex mutex;
       const std::lock_guard lock(mutex);
@@ -72,6 +96,7 @@ class ObservedBackend final : public c10d::Backend {
   void shutdown() override { inner_->shutdown(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    if (check_) check_->compare("broadcast", tensors, from(options.rootRank));
     Staging staging(host_, Staging::Use::move);
     return run("broadcast", OpType::BROADCAST, bytes_of(tensors), tensors, staging, [&] {
       Tensors staged = staging.inout(tensors);
@@ -80,6 +105,7 @@ class ObservedBackend final : public c10d::Backend {
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (check_) check_->compare("all_reduce", tensors, to_text(options.reduceOp));
     Staging staging(host_, Staging::Use::reduce);
     return run("all_reduce", OpType::ALLREDUCE, bytes_of(tensors), tensors, staging, [&] {
       Tensors staged = staging.inout(tensors);
@@ -95,6 +121,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& options) override {
+    if (check_) check_->compare("all_reduce", tensors, to_text(options.reduceOp));
     Staging staging(host_, Staging::Use::reduce);
     return run("all_reduce", OpType::ALLREDUCE_COALESCED, bytes_of(tensors), tensors, staging, [&] {
       Tensors staged = staging.inout(tensors);
@@ -103,6 +130,10 @@ class ObservedBackend final : public c10d::Backend {
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    if (check_) {
+      check_->compare("reduce", tensors,
+                      text::concat(to_text(options.reduceOp), ", ", to(options.rootRank)));
+    }
     Staging staging(host_, Staging::Use::reduce);
     return run("reduce", OpType::REDUCE, bytes_of(tensors), tensors, staging, [&] {
       Tensors staged = staging.inout(tensors);
@@ -112,6 +143,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
+    if (check_) check_->compare("all_gather", inputs);
     Staging staging(host_, Staging::Use::move);
     return run("all_gather", OpType::ALLGATHER, bytes_of(outputs), flat(outputs), staging, [&] {
       TensorLists staged;
@@ -123,6 +155,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
+    if (check_) check_->compare("all_gather", {input});
     Staging staging(host_, Staging::Use::move);
     return run("all_gather", OpType::_ALLGATHER_BASE, bytes_of(output), {output}, staging, [&] {
       at::Tensor staged = staging.out(output);
@@ -133,6 +166,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& options) override {
+    if (check_) check_->compare("all_gather", inputs);
     Staging staging(host_, Staging::Use::move);
     return run("all_gather", OpType::ALLGATHER_COALESCED, bytes_of(outputs), flat(outputs), staging,
                [&] {
@@ -145,6 +179,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
+    if (check_) check_->compare("all_gather", inputs);
     Staging staging(host_, Staging::Use::move);
     return run("all_gather", OpType::COALESCED, bytes_of(outputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -155,6 +190,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr gather(TensorLists& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
+    if (check_) check_->compare("gather", inputs, to(options.rootRank));
     Staging staging(host_, Staging::Use::move);
     return run("gather", OpType::GATHER, bytes_of(inputs) * getSize(), flat(outputs), staging, [&] {
       TensorLists staged;
@@ -166,6 +202,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const c10d::ScatterOptions& options) override {
+    if (check_) check_->compare("scatter", outputs, from(options.rootRank));
     Staging staging(host_, Staging::Use::move);
     return run("scatter", OpType::SCATTER, bytes_of(outputs) * getSize(), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -177,6 +214,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                          const c10d::ReduceScatterOptions& options) override {
+    if (check_) check_->compare("reduce_scatter", flat(inputs), to_text(options.reduceOp));
     Staging staging(host_, Staging::Use::reduce);
     return run("reduce_scatter", OpType::REDUCE_SCATTER, bytes_of(inputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -188,6 +226,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
+    if (check_) check_->compare("reduce_scatter", {input}, to_text(options.reduceOp));
     Staging staging(host_, Staging::Use::reduce);
     return run("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, bytes_of(input), {output}, staging,
                [&] {
@@ -200,6 +239,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
+    if (check_) check_->compare("reduce_scatter", inputs, to_text(options.reduceOp));
     Staging staging(host_, Staging::Use::reduce);
     return run("reduce_scatter", OpType::COALESCED, bytes_of(inputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -212,6 +252,7 @@ class ObservedBackend final : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override {
+    if (check_) check_->compare("all_to_all", {});
     Staging staging(host_, Staging::Use::move);
     return run("all_to_all", OpType::ALLTOALL_BASE, bytes_of(input), {output}, staging, [&] {
       // Rows are what splits count, so bytes keep them.
@@ -223,6 +264,7 @@ class ObservedBackend final : public c10d::Backend {
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override {
+    if (check_) check_->compare("all_to_all", {});
     Staging staging(host_, Staging::Use::move);
     return run("all_to_all", OpType::ALLTOALL, bytes_of(inputs), outputs, staging, [&] {
       Tensors staged = staging.out(outputs);
@@ -262,6 +304,7 @@ class ObservedBackend final : public c10d::Backend {
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    if (check_) check_->compare("barrier", {});
     Staging staging(false, Staging::Use::move);
     return run("barrier", OpType::BARRIER, 0, {}, staging,
                [&] { return inner_->barrier(options); });
@@ -313,15 +356,17 @@ class ObservedBackend final : public c10d::Backend {
   const std::shared_ptr<GroupWatch> watch_;
   const bool host_;
   const std::vector<c10::intrusive_ptr<c10d::Backend>> aborted_;
+  std::optional<CallCheck> check_;  // in debug mode
 };
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> observe(c10::intrusive_ptr<c10d::Backend> inner,
+                                          c10::intrusive_ptr<c10d::Backend> notes,
                                           std::shared_ptr<GroupWatch> watch, Memory memory,
                                           std::vector<c10::intrusive_ptr<c10d::Backend>> aborted) {
-  return c10::make_intrusive<ObservedBackend>(std::move(inner), std::move(watch), memory,
-                                              std::move(aborted));
+  return c10::make_intrusive<ObservedBackend>(std::move(inner), std::move(notes), std::move(watch),
+                                              memory, std::move(aborted));
 }
 
 }  // namespace accelerate::comm

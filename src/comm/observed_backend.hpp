@@ -18,8 +18,10 @@ enum class Memory {
 /// A backend around another one, through which all traffic of a group goes, c10d::Reducer's too: it
 /// counts, names the operation and the rank in errors, fails everything under way when a rank is
 /// lost, and stages what the inner backend cannot take (CUDA tensors, rare dtypes, means).
-/// `aborted` are the backends inside `inner` that are aborted then.
+/// `aborted` are the backends that are aborted then. With `notes`, a gloo backend of its own for
+/// the same ranks, they compare every call first (debug mode); null otherwise.
 c10::intrusive_ptr<c10d::Backend> observe(c10::intrusive_ptr<c10d::Backend> inner,
+                                          c10::intrusive_ptr<c10d::Backend> notes,
                                           std::shared_ptr<GroupWatch> watch, Memory memory,
                                           std::vector<c10::intrusive_ptr<c10d::Backend>> aborted);
 

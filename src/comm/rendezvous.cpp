@@ -245,10 +245,24 @@ bool belongs_to_another_user(const std::string& file) {
   return ::stat(file.c_str(), &status) == 0 && status.st_uid != ::geteuid();
 }
 
+/// A pipe would be waited for, and a device replaced.
+void refuse_what_is_no_file(const std::string& file) {
+  struct stat status {};
+  if (::stat(file.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
+  throw ConfigError(concat(
+      "ACCELERATE_RENDEZVOUS_FILE names ", file, ", which is ",
+      S_ISFIFO(status.st_mode)  ? "a named pipe"
+      : S_ISDIR(status.st_mode) ? "a folder"
+                                : "a device or socket",
+      ". It has to name a file, or one that is not there yet, in a folder that every process "
+      "sees and rank 0 may write to."));
+}
+
 /// Rank 0 opens the store at a free port and leaves its address and the secret in the file; the
 /// others read it.
 Rendezvous meet_by_file(const Topology& topology, milliseconds timeout) {
   const std::string& file = topology.rendezvous_file;
+  refuse_what_is_no_file(file);
   Rendezvous met;
   if (topology.rank == 0) {
     choose_place(met, topology);

@@ -170,7 +170,7 @@ std::shared_ptr<Group::Impl> World::join(const std::string& id, const std::strin
   impl->world = shared_from_this();
   impl->backend = to_string(backend_);
   impl->watch = std::make_shared<GroupWatch>(name, impl->rank, impl->global_ranks, timeout_,
-                                             liveness_, id == kWorldId);
+                                             liveness_, id == kWorldId, debug_);
   try {
     using Type = c10d::ProcessGroup::BackendType;
     const auto store = c10::make_intrusive<c10d::PrefixStore>(id, store_);
@@ -221,9 +221,9 @@ World::BackendPtr World::make_backend(Backend backend, const c10::intrusive_ptr<
       made = gloo("gloo");
       break;
   }
-  if (debug_)
-    made = check_calls(std::move(made), gloo(backend == Backend::nccl ? "nccl/debug" : "debug"));
-  return observe(std::move(made), group.watch,
+  BackendPtr notes;
+  if (debug_) notes = gloo(backend == Backend::nccl ? "nccl/debug" : "debug");
+  return observe(std::move(made), std::move(notes), group.watch,
                  backend == Backend::nccl ? Memory::device : Memory::host, std::move(aborted));
 }
 

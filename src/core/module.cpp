@@ -3,6 +3,9 @@
 #include <accelerate/core/module.hpp>
 
 #include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/ir/ir.h>
+#include <torch/csrc/jit/passes/inliner.h>
+#include <torch/csrc/jit/runtime/graph_iterator.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
@@ -107,6 +110,19 @@ ModuleNode describe(const torch::jit::Module& module, const std::string& name) {
   return node;
 }
 
+std::string forking_method(const torch::jit::Module& module) {
+  for (const auto& method : module.get_methods()) {
+    std::shared_ptr<torch::jit::Graph> graph = method.graph()->copy();
+    torch::jit::Inline(*graph);  // what it calls, too
+    torch::jit::DepthFirstGraphNodeIterator nodes(graph);
+    while (const torch::jit::Node* node = nodes.next()) {
+      if (node->kind() == c10::prim::fork || node->kind() == c10::prim::forkClosure)
+        return method.name();
+    }
+  }
+  return {};
+}
+
 using Visitor = std::function<bool(const at::Tensor&)>;
 
 // LibTorch gives out copies of a module's children and buffers, which cost more than a look at them
@@ -178,6 +194,7 @@ ModuleRecord::ModuleRecord(torch::jit::Module module) : is_torchscript_(true) {
   const auto own = std::make_shared<torch::jit::Module>(std::move(module));
   describe_ = [own] { return describe(*own, ""); };
   visit_ = [own](const Visitor& visitor) { return visit(*own->_ivalue(), visitor); };
+  forking_method_ = [own] { return accelerate::forking_method(*own); };
   is_training_ = [own] { return own->is_training(); };
   train_ = [own](bool on) { own->train(on); };
   to_ = [own](at::Device device) { own->to(device); };

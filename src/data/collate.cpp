@@ -52,7 +52,7 @@ at::Tensor stack_tensors(const std::vector<at::Tensor>& tensors, const std::stri
   return at::stack(tensors);
 }
 
-at::Tensor pad_tensors(const std::vector<at::Tensor>& tensors, double value,
+at::Tensor pad_tensors(const std::vector<at::Tensor>& tensors, const PadValues& values,
                        const std::vector<std::int64_t>& dims, const std::string& path) {
   check_alike(tensors, path);
   const at::Tensor& first = tensors.front();
@@ -63,6 +63,8 @@ at::Tensor pad_tensors(const std::vector<at::Tensor>& tensors, double value,
     // A scalar or a vector beside a sequence has nothing to pad in dims that it does not have.
     if (index >= 0 && index < dim) padded[index] = true;
   }
+  if (std::find(padded.begin(), padded.end(), true) != padded.end())
+    values.require_fits(first.scalar_type(), path);
   std::vector<std::int64_t> sizes = first.sizes().vec();
   bool equal = true;
   for (std::size_t i = 1; i < tensors.size(); ++i) {
@@ -81,7 +83,7 @@ at::Tensor pad_tensors(const std::vector<at::Tensor>& tensors, double value,
   }
   if (equal) return at::stack(tensors);
   sizes.insert(sizes.begin(), static_cast<std::int64_t>(tensors.size()));
-  const at::Tensor batch = at::full(sizes, value, first.options());
+  const at::Tensor batch = at::full(sizes, values.at(path), first.options());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor place = batch.select(0, static_cast<std::int64_t>(i));
     for (std::int64_t d = 0; d < dim; ++d) place = place.narrow(d, 0, tensors[i].size(d));

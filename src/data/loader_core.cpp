@@ -5,6 +5,7 @@
 #include <accelerate/data/sampler.hpp>
 
 #include "base/parse_json.hpp"
+#include "comm/user_call.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -213,6 +214,7 @@ void LoaderCore::skip_first_batches(std::int64_t batches) {
 }
 
 LoaderCore::Pass LoaderCore::begin_pass() {
+  const comm::UserCall call("the start of a pass over a loader");
   if (in_pass_) {
     throw StateError(concat("The loader '", name(),
                             "' is already being iterated. End that loop first, or prepare a second "
@@ -309,6 +311,7 @@ void LoaderCore::rethrow_reading(const Step& step) const {
 }
 
 void LoaderCore::compare_first_batch(const std::string& signature, const std::string& error) {
+  const comm::UserCall call("the first batch of a loader");
   compared_ = true;
   if (context_.group.size() == 1 || !context_.configuration.compare_across_processes()) return;
   const auto size = dataset_size();

@@ -1,8 +1,9 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/intercept/key.hpp>
-#include <accelerate/intercept/tagged_storage.hpp>
-#include <intercept/holds.hpp>
+#include <intercept/key.hpp>
+#include <intercept/policies.hpp>
+#include <intercept/storage_holds.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -28,6 +29,8 @@
 #include <ATen/ops/native_layer_norm_ops.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -68,9 +71,10 @@ void refuse_replacement(const c10::OperatorHandle& op, const TaggedStorage& stor
        {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}) {
     if (name == replaces) {
       throw ShardingError(text::concat(
-          "'", name, "' was called on a sharded parameter of '", storage.name(),
-          "'. Its storage belongs to the strategy; change a parameter's shape or storage "
-          "before prepare(), or write its values with copy_()."));
+          "'", name, "' was called on a parameter of '", storage.name(),
+          "', whose memory comes and goes, so it cannot be given other memory. Write its values "
+          "with copy_(). ",
+          storage.owner().advice()));
     }
   }
 }
@@ -95,19 +99,28 @@ void refuse_local_norm(const c10::OperatorHandle& op, const at::Tensor& part,
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  Holds holds;
+  if (policies_exist() && replace_operator(op, *stack)) return;
+  StorageHolds holds;
   std::vector<Write> writes;
+  std::vector<PolicyRecord*> written_with_policies;
   const auto& declared = op.schema().arguments();
   const c10::IValue* values = stack->data() + (stack->size() - declared.size());
   for (std::size_t i = 0; i < declared.size(); ++i) {
     const c10::IValue& value = values[i];
     const auto meet = [&](const at::Tensor& tensor) {
       TaggedStorage* storage = holds.add(tensor);
+      const auto* alias = declared[i].alias_info();
+      const bool is_written = alias != nullptr && alias->isWrite();
       if (storage == nullptr) {
         if (is_part_of_gradient(tensor)) refuse_local_norm(op, tensor, values);
+        if (is_written && policies_exist()) {
+          PolicyRecord* record = record_of(tensor);
+          if (record != nullptr && record->parameter.is_same(tensor))
+            written_with_policies.push_back(record);
+        }
         return;
       }
-      if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) return;
+      if (!is_written) return;
       refuse_replacement(op, *storage);
       storage->owner().will_write(*storage, tensor);
       writes.push_back({storage, tensor});
@@ -136,6 +149,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
   for (const Write& write : writes)
     write.storage->owner().written(*write.storage, write.view, op.schema().name());
+  // set_() and resize_() put a parameter elsewhere.
+  for (PolicyRecord* record : written_with_policies) record->mark(record->parameter);
 }
 
 // The operators that models call most, without the cost of boxing their arguments.
@@ -144,14 +159,13 @@ struct Typed;
 template <class Op, class Result, class... Arguments>
 struct Typed<Op, Result(Arguments...)> {
   static Result call(c10::DispatchKeySet keys, Arguments... arguments) {
-    if (innermost_region != nullptr || (is_written(std::forward<Arguments>(arguments)) || ...)) {
-      static const c10::OperatorHandle op =
-          c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    if (innermost_region != nullptr || (is_written(std::forward<Arguments>(arguments)) || ...) ||
+        (policies_exist() && (is_replaced(arguments) || ...))) {
       return c10::impl::BoxedKernelWrapper<Result(Arguments...)>::call(
-          c10::BoxedKernel::makeFromFunction<&fallback>(), op, keys,
+          c10::BoxedKernel::makeFromFunction<&fallback>(), op(), keys,
           std::forward<Arguments>(arguments)...);
     }
-    Holds holds;
+    StorageHolds holds;
     (hold(holds, arguments), ...);
     const Below below;
     const NoWeightCache no_weight_cache(keys);
@@ -159,17 +173,33 @@ struct Typed<Op, Result(Arguments...)> {
   }
 
  private:
+  static const c10::OperatorHandle& op() {
+    static const c10::OperatorHandle op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    return op;
+  }
+  static bool is_replaced(const at::Tensor& tensor) {
+    const PolicyRecord* record = record_of(tensor);
+    return record != nullptr && record->layer_for(op()) != nullptr;
+  }
+  static bool is_replaced(const std::optional<at::Tensor>& tensor) {
+    return tensor && is_replaced(*tensor);
+  }
+  template <class Other>
+  static bool is_replaced(const Other&) {
+    return false;
+  }
   static bool is_written(at::Tensor& written) { return is_tagged(written); }
   template <class Other>
   static bool is_written(Other&&) {
     return false;
   }
-  static void hold(Holds& holds, const at::Tensor& tensor) { holds.add(tensor); }
-  static void hold(Holds& holds, const std::optional<at::Tensor>& tensor) {
+  static void hold(StorageHolds& holds, const at::Tensor& tensor) { holds.add(tensor); }
+  static void hold(StorageHolds& holds, const std::optional<at::Tensor>& tensor) {
     if (tensor) holds.add(*tensor);
   }
   template <class Other>
-  static void hold(Holds&, const Other&) {}
+  static void hold(StorageHolds&, const Other&) {}
 };
 
 template <class... Ops>
@@ -241,11 +271,19 @@ void make_the_like(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
 }
 
+c10::OperatorName operator_name(const std::string& name) {
+  const auto dot = name.find('.');
+  return {"aten::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)};
+}
+
 // What `set_data` asks before it points a tensor elsewhere.
 bool may_be_repointed(c10::DispatchKeySet keys, const at::Tensor& tensor, const at::Tensor& with) {
   if (is_tagged(tensor)) {
     TaggedStorage* storage = TaggedStorage::of(tensor);
-    if (storage == nullptr && !tensor.is_alias_of(with) && !is_part_of_gradient(tensor)) {
+    PolicyRecord* record = policies_exist() ? record_of(tensor) : nullptr;
+    if (record != nullptr && !record->parameter.is_same(tensor)) record = nullptr;
+    if (storage == nullptr && (record == nullptr || record->guarded) && !tensor.is_alias_of(with) &&
+        !is_part_of_gradient(tensor)) {
       throw StateError(
           "The module is dispatched: its weights lie where its device map says, so it cannot be "
           "moved or cast, nor a weight be given other data. Call remove_offload() first, or "
@@ -253,6 +291,10 @@ bool may_be_repointed(c10::DispatchKeySet keys, const at::Tensor& tensor, const 
     }
     if (storage != nullptr && TaggedStorage::of(with) != storage)
       storage->owner().repointed(*storage);
+    if (record != nullptr) {
+      const Below below;
+      record->mark(with);
+    }
   }
   return at::_ops::_has_compatible_shallow_copy_type::redispatch(keys & kBelow, tensor, with);
 }
@@ -273,8 +315,8 @@ struct Registration {
       throw UnsupportedError(
           text::concat("Another library in this process has registered ", found,
                        " for the dispatch key ", c10::toString(kTag),
-                       ", which sharding needs for itself. Do not load both, or change kTag in "
-                       "<accelerate/intercept/key.hpp> to another "
+                       ", which this library needs for itself. Do not load both, or change kTag in "
+                       "src/intercept/key.hpp to another "
                        "free key and rebuild."));
     }
     everything.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -296,11 +338,6 @@ struct Registration {
                    mul__Tensor>(aten);
   }
 
-  static c10::OperatorName operator_name(const std::string& name) {
-    const auto dot = name.find('.');
-    return {"aten::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)};
-  }
-
   torch::Library everything{torch::Library::IMPL, "_", kTag, __FILE__, __LINE__};
   torch::Library aten{torch::Library::IMPL, "aten", kTag, __FILE__, __LINE__};
 };
@@ -311,6 +348,12 @@ void install() {
   // Left in place at exit: static destructors of other libraries may still run operators. Marked as
   // used so that leak checkers find it reachable.
   [[gnu::used]] static Registration* const registration = new Registration;
+}
+
+bool needs_no_memory(const c10::OperatorName& name) {
+  const auto is = [&](const char* known) { return operator_name(known) == name; };
+  return std::any_of(std::begin(kNeedNoMemory), std::end(kNeedNoMemory), is) ||
+         std::any_of(std::begin(kMakeTheLike), std::end(kMakeTheLike), is);
 }
 
 Region::Region(RegionPolicy& policy) : outer_(innermost_region), include_((install(), kTag)) {

@@ -1,4 +1,4 @@
-#include <accelerate/intercept/layout.hpp>
+#include <intercept/layout.hpp>
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include <accelerate/intercept/trace.hpp>
+#include <intercept/trace.hpp>
 
 namespace accelerate::intercept {
 

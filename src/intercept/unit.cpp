@@ -1,8 +1,9 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/intercept/unit.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
+#include <intercept/policies.hpp>
 #include <intercept/replace.hpp>
+#include <intercept/unit.hpp>
 
 #include <ATen/ops/zeros.h>
 
@@ -24,22 +25,22 @@ std::vector<UnitParameter> checked(const std::string& unit,
   const at::Tensor& first = first_of(unit, parameters);
   std::vector<UnitParameter> result;
   for (const auto& [name, tensor] : parameters) {
-    if (intercept::is_tagged(tensor)) {
+    if (is_claimed(tensor)) {
       throw ShardingError(
-          text::concat("The parameter '", name,
-                       "' is already sharded or offloaded. A module can be prepared "
-                       "once; restore it before it is prepared in another way."));
+          text::concat("The memory of the parameter '", name,
+                       "' comes and goes already. End that, with restore() or remove_offload(), "
+                       "before it is sharded or offloaded in another way."));
     }
     if (!tensor.is_leaf()) {
       throw ShardingError(text::concat(
           "The parameter '", name,
           "' is not a leaf of the graph (it was computed from another "
-          "tensor), so it cannot be sharded. Register a leaf tensor as the parameter."));
+          "tensor), so its memory cannot come and go. Register a leaf tensor as the parameter."));
     }
     if (tensor.layout() != c10::Layout::Strided) {
-      throw UnsupportedError(text::concat("The parameter '", name, "' has layout ", tensor.layout(),
-                                          "; only dense parameters "
-                                          "can be sharded. Leave its module out of sharding."));
+      throw UnsupportedError(text::concat(
+          "The parameter '", name, "' has layout ", tensor.layout(),
+          "; only the memory of dense parameters can come and go. Leave its module out."));
     }
     if (tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device()) {
       throw ShardingError(text::concat("The unit '", unit, "' mixes ", first.scalar_type(), " on ",
@@ -88,7 +89,7 @@ at::Tensor Unit::over(const at::Tensor& flat, const UnitParameter& parameter) {
 }
 
 at::Tensor Unit::flatten() const {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   at::Tensor flat = at::zeros({layout_.total()}, at::TensorOptions(device()).dtype(dtype_));
   for (const UnitParameter& parameter : parameters_)
     over(flat, parameter).copy_(parameter.parameter);
@@ -96,7 +97,7 @@ at::Tensor Unit::flatten() const {
 }
 
 void Unit::tag() {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (const UnitParameter& parameter : parameters_) tag(parameter);
 }
 
@@ -106,9 +107,11 @@ void Unit::tag(const UnitParameter& parameter) {
 }
 
 void Unit::untag(const at::Tensor& flat) {
-  const Quiet quiet;
-  for (UnitParameter& parameter : parameters_)
+  const InternalOpsGuard internal;
+  for (UnitParameter& parameter : parameters_) {
     parameter.parameter.set_data(over(flat, parameter).detach());
+    follow_with_policies(parameter.parameter);
+  }
 }
 
 bool Unit::is_tagged(const UnitParameter& parameter) const {
@@ -126,7 +129,7 @@ void Unit::take_assigned(
   const Accumulators before = accumulators();
   for (const UnitParameter& parameter : parameters_) {
     const at::Tensor& now = parameter.parameter;
-    if (intercept::is_tagged(now) || now.sizes() != at::IntArrayRef(parameter.sizes) ||
+    if (is_claimed(now) || now.sizes() != at::IntArrayRef(parameter.sizes) ||
         now.device() != device() ||
         (now.scalar_type() != dtype_ && now.scalar_type() != compute_dtype()))
       continue;

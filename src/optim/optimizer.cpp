@@ -2,8 +2,10 @@
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
+#include <accelerate/intercept/operator_policy.hpp>
 #include <accelerate/optim/optimizer.hpp>
 
+#include "comm/user_call.hpp"
 #include "optim/own_step.hpp"
 #include "optim/witness.hpp"
 
@@ -225,6 +227,7 @@ bool OptimizerCore::relink(const parallel::Strategy& ended,
 }
 
 at::Tensor OptimizerCore::step(const Closure& closure) {
+  const comm::UserCall call("step() of an optimizer");
   require_alive();
   check_own_step();
   if (!gradients_->sync_gradients()) return {};
@@ -238,11 +241,13 @@ at::Tensor OptimizerCore::step(const Closure& closure) {
   skipped_.reset();
   at::Tensor result;
   const MemoryKindScope kind(MemoryKind::optimizer_state);
+  const intercept::WithoutPolicies without_policies;
   if (closure) {
     in_closure_ = true;
     try {
       result = optimizer_->step([&] {
         const MemoryKindScope its_own(MemoryKind::other);
+        const intercept::ForwardScope forward;
         at::Tensor loss = closure();
         ready_gradients();
         return loss;
@@ -297,6 +302,7 @@ at::Tensor OptimizerCore::step_scaled() {
 }
 
 void OptimizerCore::finish_gradients() {
+  const comm::UserCall call("unscale_gradients()");
   if (scaler_ != nullptr && !scaler_->unscaled(this)) scaler_->unscale_(this, parameters());
   if (!gradients_->normalises() || normalised_window_ == gradients_->window()) return;
   normalised_window_ = gradients_->window();

@@ -1,6 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/random.hpp>
+#include <accelerate/intercept/operator_policy.hpp>
 #include <accelerate/parallel/activation_checkpointing.hpp>
 #include <accelerate/precision/autocast.hpp>
 #include <parallel/kept_tensor.hpp>
@@ -236,6 +237,7 @@ void CheckpointFrame::Impl::compute_again() {
   const AutocastScope cpu = as_before(autocast_[0]);
   const AutocastScope cuda = as_before(autocast_[1]);
   const at::AutoGradMode with_gradients(true);
+  const intercept::ForwardScope forward;
   const PlainTorchScript plain;
   std::optional<RngState> now;
   if (rng_) {

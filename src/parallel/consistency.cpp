@@ -1,5 +1,7 @@
 #include "parallel/consistency.hpp"
 
+#include "comm/user_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 
@@ -65,6 +67,7 @@ void require_same_structure(const std::vector<NamedTensor>& tensors, const comm:
 }
 
 void require_same_values(const std::vector<NamedTensor>& tensors, const comm::Group& group) {
+  const comm::UserCall call("verify_parameters()");
   std::vector<std::string> lines;
   for (const auto& [name, tensor] : tensors)
     lines.push_back(text::concat(name, " with checksum ", checksum(tensor)));

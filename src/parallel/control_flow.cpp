@@ -1,5 +1,7 @@
 #include "parallel/control_flow.hpp"
 
+#include "comm/agreed_call.hpp"
+
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
@@ -24,6 +26,8 @@ using std::chrono::microseconds;
 
 constexpr std::array kEvents{Event::gather, Event::reduce, Event::end_of_backward};
 constexpr int kActs = 3;
+// How long a rank that is told of a failure waits for what it may come to all the same.
+constexpr std::chrono::seconds kGrace(1);
 
 // A row of the board, in the order in which it is written. First come the last `kept` entries of
 // each event: which unit, or how a backward pass ended. The other rings say how many gathers,
@@ -49,6 +53,8 @@ ControlFlow::Step step_of(Event event, std::int64_t code) {
 }  // namespace
 
 void ControlFlow::Ticket::run() {
+  // Ranks may start what they agreed on in another order, of gathers and of reductions.
+  const comm::AgreedCall agreed;
   try {
     if (after) {
       // Behind what its tensors need, but not behind what was queued since.
@@ -219,6 +225,7 @@ bool ControlFlow::pending() {
 
 void ControlFlow::wait_until(const std::function<bool()>& done, const Wait& wait) {
   const auto begin = Clock::now();
+  std::optional<Clock::time_point> told_at;
   auto& waits = word(group_.rank(), kRings * kept_ + kWaits);
   if (wait.number >= 0) {
     waits.store(1 + static_cast<int>(wait.event) + 4 * wait.number);
@@ -235,7 +242,12 @@ void ControlFlow::wait_until(const std::function<bool()>& done, const Wait& wait
       const std::uint32_t rings = board_->get_ready(Board::Sleeper::caller);
       pump_all();
       if (done()) break;
-      if (wait.heeds_failure && board_->has_notice(epoch_)) raise();
+      if (wait.heeds_failure && board_->has_notice(epoch_)) {
+        // Where all ranks fail alike, each comes to its own error: what the one that was first had
+        // announced still starts when the slower ones have announced it, too.
+        if (!told_at) told_at = Clock::now();
+        if (board_->notice().front() != 'F' || Clock::now() - *told_at > kGrace) raise();
+      }
       const auto waited = Clock::now() - begin;
       if (waited > microseconds(1000)) {
         board_->check_peers(wait.event == Event::gather ? "all_gather" : "reduce_scatter");
@@ -547,6 +559,17 @@ bool ControlFlow::has_started(const Handle& ticket) { return ticket->started; }
 // Starts what is agreed on while this rank computes, and carries the board between machines.
 void ControlFlow::watch() {
   bool carries = board_->carries();
+  const auto carry = [&] {
+    if (!carries) return false;
+    try {
+      return board_->carry();
+    } catch (const std::exception& error) {
+      // The store is gone with the rank that kept it; whoever waits learns who was lost.
+      log::debug(text::concat("What ranks announce is not carried any more: ", describe(error)));
+      carries = false;
+      return false;
+    }
+  };
   auto pause = microseconds(100);
   while (!stop_) {
     const std::uint32_t rings = board_->rings(Board::Sleeper::watcher);
@@ -557,18 +580,11 @@ void ControlFlow::watch() {
       pump_all();
     }
     auto most = waits ? microseconds(20'000) : microseconds(3'600'000'000);
-    if (carries) {
-      try {
-        pause = board_->carry() ? microseconds(100) : std::min(pause * 2, microseconds(5000));
-      } catch (const std::exception& error) {
-        // The store is gone with the rank that kept it; whoever waits learns who was lost.
-        log::debug(text::concat("What ranks announce is not carried any more: ", describe(error)));
-        carries = false;
-      }
-      most = std::min(most, pause);
-    }
+    pause = carry() ? microseconds(100) : std::min(pause * 2, microseconds(5000));
+    if (carries) most = std::min(most, pause);
     if (!stop_) board_->sleep(Board::Sleeper::watcher, rings, most);
   }
+  carry();  // others may still wait for what was announced last
 }
 
 }  // namespace accelerate::parallel

@@ -6,6 +6,7 @@
 #include <accelerate/comm/native.hpp>
 
 #include <intercept/backward_end.hpp>
+#include "comm/world_impl.hpp"
 #include "parallel/comm_hooks.hpp"
 #include "parallel/consistency.hpp"
 
@@ -16,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <mutex>
 #include <typeinfo>
@@ -105,6 +107,7 @@ class Buckets final : public c10d::Reducer {
 /// What the hooks on the parameters share with the strategy. Backward may run on threads of its
 /// own.
 struct GradientWatch {
+  std::shared_ptr<comm::GroupWatch> group;
   std::mutex mutex;
   /// Null when the strategy is gone.
   const Buckets* reducer = nullptr;
@@ -123,7 +126,7 @@ struct GradientWatch {
   /// A synchronising forward ran, and no gradient has arrived since.
   bool awaits_first = false;
   /// A backward failed, and the reducer has not been told.
-  bool failed = false;
+  std::atomic<bool> failed{false};
   /// The backward that the last gradient came from.
   int task = -1;
 
@@ -134,7 +137,7 @@ struct GradientWatch {
 
   static void fail(GradientWatch& watch) {
     const std::lock_guard lock(watch.mutex);
-    watch.failed = true;
+    if (!watch.failed.exchange(true)) watch.group->say_failed_pass();
     watch.partial.assign(watch.partial.size(), true);
   }
 };
@@ -269,8 +272,6 @@ struct Ddp::Impl {
   bool buffers_stale = true;
   /// A forward with gradients waits for its backward.
   bool forward_waits = false;
-
-  bool static_graph_first_step() const { return options.static_graph() && !delayed_reduction_done; }
 
   // c10's errors become ours here: whatever fails below is the gradient reduction of this rank.
   template <class Function>
@@ -467,7 +468,7 @@ struct Ddp::Impl {
       const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
       translated("the preparation of backward", [&] { reducer->prepare_for_backward(outputs); });
     }
-    delayed_reduction = static_graph_first_step();
+    delayed_reduction = options.static_graph() && !delayed_reduction_done;
     const std::lock_guard lock(watch->mutex);
     watch->awaits_first = true;
   }
@@ -482,11 +483,11 @@ struct Ddp::Impl {
   }
 
   void abandon_if_failed() {
-    {
-      const std::lock_guard lock(watch->mutex);
-      if (!std::exchange(watch->failed, false)) return;
-      watch->awaits_first = false;
-    }
+    if (!watch->failed) return;
+    // What this rank began next would meet what others, whose pass goes on, still wait for.
+    watch->group->wait_until_all_failed();
+    const std::lock_guard lock(watch->mutex);
+    watch->failed = watch->awaits_first = false;
     delayed_reduction = false;
     reducer->abandon();
   }
@@ -529,6 +530,7 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
         "Ddp was given a group of one process, which has nothing to average. Use the plain "
         "Strategy, as the Accelerator does.");
   }
+  self.watch->group = self.group.impl()->watch;
   if (self.options.static_graph() && self.options.find_unused_parameters()) {
     throw ConfigError(
         "DdpOptions has both static_graph and find_unused_parameters. A static graph finds its "

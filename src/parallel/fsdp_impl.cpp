@@ -1,6 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
+#include <intercept/torchscript.hpp>
 #include <parallel/fsdp_impl.hpp>
 #include <parallel/shared_memory.hpp>
 #include <parallel/unit_plan.hpp>
@@ -9,8 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/jit/codegen/fuser/interface.h>
-#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,7 +20,7 @@ namespace accelerate::parallel {
 namespace {
 
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 using intercept::Stay;
 using intercept::Unit;
 using intercept::UnitGradients;
@@ -31,6 +30,18 @@ using intercept::UnitParameter;
 at::Tensor plain_view(const at::Tensor& flat, at::IntArrayRef sizes, std::int64_t offset) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return flat.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
+}
+
+// The threads of a rank would demand units in an order of their own.
+void refuse_forks(const ModuleRecord& module) {
+  const std::string method = module.forking_method();
+  if (method.empty()) return;
+  throw ShardingError(text::concat(
+      "The TorchScript module's method '", method,
+      "' runs parts of the module on other threads (torch.jit.fork). Their units would be gathered "
+      "in an order that differs between ranks. Set FsdpOptions::all_units_every_pass, which "
+      "gathers all units as a pass begins; or export the module without fork, or train it under "
+      "ddp."));
 }
 
 // Ranks that shard different modules would gather nonsense.
@@ -62,7 +73,7 @@ void check_same_on_all_ranks(const std::vector<intercept::UnitPlan>& plans,
 
 void from_rank_zero(const at::Tensor& tensor, const comm::Group& group) {
   if (group.size() == 1 || tensor.numel() == 0) return;
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const at::Tensor contiguous = tensor.contiguous();
   group.broadcast(contiguous, 0).wait();
   if (!contiguous.is_same(tensor)) tensor.copy_(contiguous);
@@ -108,6 +119,9 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
     if (strategy == ShardingStrategy::full_shard) strategy = ShardingStrategy::shard_grad_op;
     if (strategy == ShardingStrategy::hybrid_shard) strategy = ShardingStrategy::hybrid_shard_zero2;
   }
+  if (group.size() > 1 && options.sharding_strategy() != ShardingStrategy::no_shard &&
+      !options.all_units_every_pass())
+    refuse_forks(module);
   auto plans = plan_units(module, options);
   check_same_on_all_ranks(plans, group);
   // References that somebody else has may differ between ranks, and the refusal must not.
@@ -132,12 +146,7 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
         break;
     }
   }
-  if (module.is_torchscript()) {
-    // A fused kernel would read parameters past the dispatcher.
-    torch::jit::setTensorExprFuserEnabled(false);
-    torch::jit::overrideCanFuseOnCPU(false);
-    torch::jit::overrideCanFuseOnGPU(false);
-  }
+  if (module.is_torchscript()) intercept::switch_off_fusers();
   const int units = static_cast<int>(plans.size());
   ControlFlow::Options agreement;
   agreement.gather_ranks = gather_group.size();
@@ -154,6 +163,10 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
   engine_options.prefetch_in_backward =
       options.backward_prefetch() == BackwardPrefetch::backward_pre ? options.prefetch_units() : 0;
   engine_options.resident_limit = options.resident_limit();
+  engine_options.advice =
+      "Change a parameter's shape or memory before prepare(). Before code that reads raw memory, "
+      "such as torch::save() or data_ptr(), open summon_full_params(). To save a prepared module, "
+      "call accelerator.save_model(), or save what its state_dict() returns.";
   parts.resize(plans.size());
   engine = std::make_unique<Engine>(std::move(plans), engine_options, *this,
                                     [&](const Unit& unit, at::Tensor flat) {
@@ -237,7 +250,7 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
 }
 
 void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   const std::int64_t length = unit.layout().part;
   const std::int64_t begin = gather_group.rank() * length;
@@ -264,6 +277,11 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
       sizes = parameter.sizes;
       sizes[0] = to > from ? (to - from) / (parameter.elements / parameter.sizes[0]) : 0;
     }
+    const auto order = memory_order(parameter.sizes, parameter.strides);
+    part.placements.push_back(
+        Placement(parameter.sizes, order)
+            .run(std::clamp<std::int64_t>(begin - parameter.offset, 0, parameter.elements),
+                 to - from));
     part.leaf_offsets.push_back(from - begin);
     part.leaves.push_back(plain_view(part.shard, sizes, from - begin));
     part.leaves.back().set_requires_grad(parameter.parameter.requires_grad());
@@ -491,7 +509,7 @@ void Fsdp::Impl::wait_for_served(std::size_t most_left) {
 }
 
 void Fsdp::Impl::join_backward() {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   using Others = ControlFlow::Others;
   const ControlFlow::Follower follower{
       .serve = [&](const ControlFlow::Step& step) { serve(step); },

@@ -1,7 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <accelerate/intercept/key.hpp>
 #include <accelerate/parallel/saved_tensors.hpp>
+#include <intercept/key.hpp>
 #include <parallel/kept_tensor.hpp>
 
 #include <ATen/SavedTensorHooks.h>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <accelerate/core/module.hpp>
-#include <accelerate/intercept/engine.hpp>
+#include <intercept/engine.hpp>
 
 #include <string>
 #include <vector>

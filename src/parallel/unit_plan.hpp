@@ -1,7 +1,7 @@
 #pragma once
 
-#include <accelerate/intercept/engine.hpp>
 #include <accelerate/parallel/fsdp.hpp>
+#include <intercept/engine.hpp>
 
 #include <unordered_set>
 #include <vector>

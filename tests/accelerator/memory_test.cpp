@@ -6,8 +6,8 @@
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/prepared_script_module.hpp>
-#include <accelerate/intercept/key.hpp>
 #include <accelerate/parallel/fsdp.hpp>
+#include <intercept/key.hpp>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

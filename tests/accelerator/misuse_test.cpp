@@ -6,6 +6,7 @@
 #include "accelerator/resolve.hpp"
 
 #include <accelerate/accelerate.hpp>
+#include <accelerate/base/log.hpp>
 #include <accelerate/optim/fused.hpp>
 #include <accelerate/parallel/fsdp.hpp>
 
@@ -13,6 +14,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <nlohmann/json.hpp>
+
+#include <sstream>
 
 namespace accelerate {
 namespace {
@@ -61,6 +64,27 @@ TEST(Misuse, TheModuleIsCastAfterPrepare) {
                 HasSubstr("moved or cast"))
         << to_string(kind);
   }
+}
+
+// LibTorch's own error type, which nothing of ours can change: the advice is ours, and works.
+TEST(Misuse, AShardedModuleIsSavedByTorch) {
+  Accelerator accelerator(AcceleratorOptions().strategy(StrategyKind::fsdp));
+  auto net = make_net();
+  auto model = accelerator.prepare(net);
+  const auto save = [&] {
+    std::stringstream file;
+    torch::save(net, file);
+    return file.str().size();
+  };
+  try {
+    save();
+    FAIL() << "addresses were given out";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("summon_full_params()"));
+    EXPECT_THAT(error.what(), HasSubstr("state_dict()"));
+  }
+  const auto whole = model.summon_full_params();
+  EXPECT_GT(save(), 500U);
 }
 
 TEST(Misuse, TheOptimizerIsOfOtherParameters) {
@@ -147,6 +171,23 @@ TEST(Rarely, ASchedulerByItself) {
   scheduler.step();
   scheduler.step();
   EXPECT_EQ(static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).lr(), 0.5);
+}
+
+TEST(Rarely, ASchedulerThatStepsForSeveralProcessesSaysSo) {
+  for (const bool per_process : {true, false}) {
+    Accelerator accelerator(AcceleratorOptions().per_process_scheduler_steps(per_process));
+    auto net = make_net();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    torch::optim::StepLR schedule(sgd, 1, 0.5);
+    const log::Level before = log::level();
+    log::set_level(log::Level::info);
+    ::testing::internal::CaptureStderr();
+    auto prepared = accelerator.prepare(net, sgd, schedule);
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    log::set_level(before);
+    const bool says = said.find("advances by 2 steps for each optimizer step") != std::string::npos;
+    EXPECT_EQ(says, per_process && world().size() == 2 && world().rank() == 0) << said;
+  }
 }
 
 // Trains on this rank's rows with `options`, and returns the parameters whole.

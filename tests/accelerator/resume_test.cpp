@@ -10,6 +10,8 @@
 #include <accelerate/checkpoint/tensor_file.hpp>
 #include <accelerate/device_map/estimate.hpp>
 
+#include "io/file_lock.hpp"
+
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
@@ -506,6 +508,34 @@ TEST_F(Resume, TwoRunsThatSaveInOneFolderAreToldOfEachOther) {
   world().barrier();
   EXPECT_EQ(io::names_in(folder / "checkpoints"),
             (std::vector<std::string>{"checkpoint_0", "checkpoint_1", "checkpoint_2", "latest"}));
+}
+
+TEST_F(Resume, TwoRunsThatSaveInTurnsInOneProjectAreToldOfEachOther) {
+  GradientState gradients;
+  detail::Prepared nothing;
+  nothing.gradients = &gradients;
+  // Another run of this project, between two saves.
+  std::optional<io::FileLock> other;
+  if (world().rank() == 0) {
+    fs::create_directories(folder);
+    other.emplace(folder / ".checkpoints.lock", "", "");
+  }
+  std::optional<detail::Checkpointing> run(std::in_place, numbered().total_limit(1),
+                                           detail::Savers{.world = world()});
+  const std::string said = refusal([&] { run->save({}, {}, nothing); });
+  expect_says(said, {"is being saved to by process", "since 20", "project_dir of its own"});
+  EXPECT_FALSE(fs::exists(folder / "checkpoints"));
+  world().barrier();
+  other.reset();
+  EXPECT_EQ(run->save({}, {}, nothing).filename(), "checkpoint_0");
+  // A second Accelerator of the same process is the same run.
+  detail::Checkpointing second(numbered().total_limit(1), {.world = world()});
+  EXPECT_EQ(second.save({}, {}, nothing).filename(), "checkpoint_1");
+  run.reset();
+  EXPECT_EQ(second.save({}, {}, nothing).filename(), "checkpoint_2");
+  world().barrier();
+  EXPECT_EQ(io::names_in(folder / "checkpoints"),
+            (std::vector<std::string>{"checkpoint_2", "latest"}));
 }
 
 TEST_F(Resume, InspectionReadsOurOwnCheckpoints) {

@@ -6,8 +6,9 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/big_model/sizes.hpp>
 #include <accelerate/checkpoint/pt_file.hpp>
-#include <accelerate/intercept/key.hpp>
 #include <accelerate/tracking/tensor_bytes.hpp>
+#include <intercept/key.hpp>
+#include <support/policies.hpp>
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/serialize.h>
@@ -175,6 +176,45 @@ TEST_F(BigModel, ARefusedMoveChangesNothing) {
     EXPECT_TRUE(at::equal(model(input), plain));
   }
   EXPECT_EQ(normed->buffers()[0].key_set().has(intercept::kTag), false);
+}
+
+TEST_F(BigModel, OperatorPoliciesStayWhereverWeightsLie) {
+  torch::NoGradGuard no_grad;
+  const auto policy = std::make_shared<policies::InDtype>(at::kDouble);
+  std::vector<intercept::PolicyAttachment> attachments;
+  for (const std::size_t layer : {0, 2, 4})
+    attachments.push_back(intercept::attach(net[layer]->as<nn::Linear>()->weight, policy));
+  const at::Tensor replaced = net->forward(input);
+  EXPECT_FALSE(at::equal(replaced, expected)) << "rounding shows";
+  const auto check = [&](const auto& forward) {
+    const int before = policy->calls;
+    EXPECT_TRUE(at::equal(forward(), replaced));
+    EXPECT_EQ(policy->calls, before + 3);
+  };
+  {
+    auto model = dispatch_model(
+        net, {{"0", Place::cpu()}, {"2", Place::disk()}, {"4", Place::cpu()}, {"6", Place::disk()}},
+        OffloadOptions().offload_dir(folder.path() / "mixed"));
+    check([&] { return model(input); });
+    expect_refusal<StateError>("remove_offload()", [&] { net[0]->to(at::kDouble); });
+    model.remove_offload();
+    check([&] { return net->forward(input); });
+  }
+  {
+    auto model = cpu_offload(net, at::kCPU);
+    check([&] { return model(input); });
+  }
+  check([&] { return net->forward(input); });
+  static_cast<void>(disk_offload(net, folder.path() / "lost"));
+  expect_refusal<StateError>("after the handle", [&] { net->forward(input); });
+  auto again = dispatch_model(net, kDisk,
+                              OffloadOptions().weights(WeightStore::open(folder.path() / "lost")));
+  check([&] { return again(input); });
+  again.remove_offload();
+  attachments.clear();
+  EXPECT_TRUE(at::equal(net->forward(input), expected));
+  for (const at::Tensor& parameter : net->parameters())
+    EXPECT_FALSE(parameter.key_set().has(intercept::kTag));
 }
 
 TEST_F(BigModel, WithoutItsHandleAModuleSaysSoAndCanBeLoadedAgain) {

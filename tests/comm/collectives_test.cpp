@@ -257,6 +257,36 @@ TEST(Collectives, PadAcrossProcesses) {
   EXPECT_EQ(gather(padded, world()).size(0), size * size);
 }
 
+TEST(Collectives, PadsEachFieldWithItsOwnValue) {
+  using Batch = std::map<std::string, at::Tensor>;
+  const int size = world().size();
+  const int rank = world().rank();
+  const Batch mine{{"ids", at::full({1, rank + 1}, 7, at::kLong)},
+                   {"labels", at::full({1, rank + 1}, 7, at::kLong)},
+                   {"mask", at::ones({1, rank + 1}, at::kBool)}};
+  const auto values = PadValues(5).field("labels", -100).field("mask", 0);
+  const Batch padded = pad_across_processes(mine, world(), 1, values);
+  for (const auto& [name, value] : {std::pair{"ids", 5}, {"labels", -100}, {"mask", 0}}) {
+    const at::Tensor& field = padded.at(name);
+    EXPECT_EQ(field.sizes(), at::IntArrayRef({1, size}));
+    EXPECT_EQ(field.slice(1, rank + 1).eq(value).sum().item<int>(), size - rank - 1) << name;
+    EXPECT_TRUE(at::equal(field.slice(1, 0, rank + 1), mine.at(name))) << name;
+  }
+  const auto what = [&](const PadValues& given) {
+    try {
+      pad_across_processes(mine, world(), 1, given);
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing was thrown");
+  };
+  EXPECT_NE(what(PadValues(0).field("lables", -100)).find("The fields are: ids, labels, mask"),
+            std::string::npos);
+  // It was true before, without a word.
+  EXPECT_NE(what(PadValues(-100)).find("'mask' is of Bool, which cannot hold -100"),
+            std::string::npos);
+}
+
 TEST(Collectives, Objects) {
   const int size = world().size();
   const auto lists = gather_object(Json::array({world().rank(), "x"}), world());

@@ -245,6 +245,34 @@ TEST(Collate, PadsToTheLongest) {
             std::string::npos);
 }
 
+TEST(Collate, PadsEachFieldWithItsOwnValue) {
+  std::vector<Example> examples;
+  for (const std::int64_t length : {2, 1})
+    examples.emplace_back(at::ones({length}, at::kLong), at::ones({length}, at::kLong));
+  const auto batch = data::collate::pad(PadValues(0).field("target", -100))(examples);
+  EXPECT_EQ(values(batch.data), (std::vector<std::int64_t>{1, 1, 1, 0}));
+  EXPECT_EQ(values(batch.target), (std::vector<std::int64_t>{1, 1, 1, -100}));
+  // What lies under a name has its value too, and the longest name counts.
+  using Nested = std::pair<std::map<std::string, at::Tensor>, at::Tensor>;
+  std::vector<Nested> nested;
+  for (const Example& example : examples)
+    nested.push_back({{{"a", example.data}, {"b", example.data}}, example.data});
+  const auto [fields, other] =
+      data::collate::pad(PadValues(-1).field("0", -2).field("0.b", -3))(nested);
+  EXPECT_EQ(values(fields.at("a")), (std::vector<std::int64_t>{1, 1, 1, -2}));
+  EXPECT_EQ(values(fields.at("b")), (std::vector<std::int64_t>{1, 1, 1, -3}));
+  EXPECT_EQ(values(other), (std::vector<std::int64_t>{1, 1, 1, -1}));
+
+  EXPECT_NE(message_of([&] {
+              data::collate::pad(PadValues(0).field("targets", -100))(examples);
+            }).find("the field 'targets', and there is none of that name"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] {
+              data::collate::pad(0.5)(examples);
+            }).find("'data' is of Long, which cannot hold 0.5"),
+            std::string::npos);
+}
+
 // Sample i of `Odd` has another structure than the rest.
 template <class Change>
 struct Odd {

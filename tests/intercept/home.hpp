@@ -1,7 +1,7 @@
 #pragma once
 
-#include <accelerate/intercept/engine.hpp>
-#include <accelerate/intercept/gradients.hpp>
+#include <intercept/engine.hpp>
+#include <intercept/gradients.hpp>
 
 #include <ATen/ops/empty.h>
 

@@ -1,7 +1,7 @@
 // What is decided without a tensor: where parameters lie, and what comes next.
 
-#include <accelerate/intercept/layout.hpp>
-#include <accelerate/intercept/trace.hpp>
+#include <intercept/layout.hpp>
+#include <intercept/trace.hpp>
 
 #include <gtest/gtest.h>
 

@@ -193,6 +193,8 @@ TEST(AsyncFile, TheEnvironmentTurnsIoUringOff) {
   const TemporaryFolder folder;
   ::setenv("ACCELERATE_IO_URING", "0", 1);
   EXPECT_EQ(AsyncFile::scratch(folder.path(), 1).engine(), AsyncEngine::threads);
+  ::setenv("ACCELERATE_IO_URING", "perhaps", 1);
+  EXPECT_THROW(AsyncFile::scratch(folder.path(), 1), ConfigError);
   ::unsetenv("ACCELERATE_IO_URING");
   EXPECT_EQ(AsyncFile::scratch(folder.path(), 1).engine(),
             io_uring_works() ? AsyncEngine::io_uring : AsyncEngine::threads);

@@ -1,6 +1,7 @@
 // Data parallelism on several ranks. The truth is the same module on the whole batch in one
 // process, which every rank computes for itself.
 
+#include "comm/world_impl.hpp"
 #include "support/distributed.hpp"
 #include "support/message_of.hpp"
 
@@ -11,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <sstream>
 
 namespace accelerate {
@@ -304,6 +306,51 @@ TEST(Ddp, SparseGradientsAreAveraged) {
     return table->weight.detach().clone();
   };
   EXPECT_LT((run(false) - run(true)).abs().max().item<double>(), 1e-12);
+}
+
+struct Fails : torch::autograd::Function<Fails> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    throw DataError("thrown on purpose");
+  }
+};
+
+TEST(Ddp, ABackwardThatFailsOnOneRankIsToldToTheOthers) {
+  if (world().size() == 1 || world().backend() == "mpi") return;
+  const auto group = world().split(0, world().rank(), "one_fails");
+  Net net = make_net();
+  parallel::Ddp ddp(ModuleRecord(net.ptr()), group, DdpOptions());
+  const parallel::ForwardContext context{.grad_enabled = true, .sync = true};
+  ddp.before_forward(context);
+  torch::Tensor output = net->forward(own_rows(whole_batch(0)));
+  ddp.after_forward(context, {output});
+  const bool fails = world().rank() == 0;
+  if (fails) output = Fails::apply(output);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto backward = [&] {
+    try {
+      output.sum().backward();
+    } catch (...) {
+      ddp.backward_failed();
+      throw;
+    }
+  };
+  if (fails) {
+    EXPECT_THROW(backward(), DataError);
+  } else {
+    EXPECT_THAT(message_of<DistributedError>(backward),
+                HasSubstr("the backward pass of rank 0 failed"));
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(8));
+    // The group is given up for good.
+    EXPECT_THROW(group.barrier(), DistributedError);
+    EXPECT_THROW(ddp.before_zero_grad({}), DistributedError);
+    world().impl()->watch->say_failed_pass();  // for the tests that follow in the world
+  }
+  if (fails) ddp.before_zero_grad({});  // waits for the others
+  world().barrier();
 }
 
 TEST(Ddp, NoSyncThenSyncIsAccumulation) {

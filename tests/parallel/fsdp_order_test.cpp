@@ -4,6 +4,8 @@
 #include "parallel/control_flow.hpp"
 #include "parallel/fsdp_training.hpp"
 
+#include <accelerate/parallel/ddp.hpp>
+
 #include <accelerate/base/error.hpp>
 
 #include <gtest/gtest.h>
@@ -11,6 +13,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
+#include <torch/script.h>
 
 #include <chrono>
 #include <string>
@@ -174,9 +177,8 @@ TEST(FsdpOrder, RanksThatMeetAgainGoOn) {
     fsdp.check_gradients(leaves_of(fsdp));
     for (const auto& shard : fsdp.shards()) {
       const at::Tensor expected = plain->named_parameters()[shard.name].grad().flatten();
-      EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                               expected.narrow(0, shard.offset, shard.elements), 0, 1e-9))
-          << shard.name;
+      const at::Tensor own = expected.narrow(0, shard.placement.first(), shard.placement.count());
+      EXPECT_TRUE(at::allclose(shard.tensor.grad().flatten(), own, 0, 1e-9)) << shard.name;
     }
   }
 }
@@ -361,6 +363,64 @@ TEST(FsdpOrder, AllUnitsEveryPassServesRanksThatUseSome) {
   EXPECT_THROW(Fsdp(ModuleRecord(net),
                     a_unit_each().all_units_every_pass(true).resident_limit(2000), world()),
                ShardingError);
+}
+
+// torch.jit.fork has threads of its own demand units.
+TEST(FsdpOrder, TorchScriptThatForksIsRefusedOrRight) {
+  const char* folder = std::getenv("ACCELERATE_TEST_MODULES");
+  ASSERT_NE(folder, nullptr);
+  const auto load = [&] { return torch::jit::load(std::string(folder) + "/script_forked.pt"); };
+  const auto units = FsdpOptions().unit_names({"inner.left", "inner.right", "inner.own"});
+  const auto train = [&](Strategy& strategy, torch::jit::Module& module) {
+    const auto leaves = [&] {
+      std::vector<at::Tensor> all;
+      for (const NamedTensor& parameter : strategy.module().parameters())
+        all.push_back(strategy.optimizer_leaf(parameter.tensor));
+      return all;
+    }();
+    torch::jit::Module plain = load();
+    const ModuleRecord expected(plain);
+    torch::optim::SGD sgd(parameters_of(expected), 0.1), prepared(leaves, 0.1);
+    for (int step = 0; step < 5; ++step) {
+      seed_for(step, 0);
+      const at::Tensor x = at::randn({3, 12}, at::kDouble);
+      plain.forward({x}).toTensor().square().sum().backward();
+      average(parameters_of(expected));
+      strategy.before_forward({});
+      const at::Tensor output = module.forward({x}).toTensor();
+      strategy.after_forward({}, {output});
+      strategy.before_backward();
+      output.square().sum().backward();
+      strategy.after_backward();
+      strategy.check_gradients(leaves);
+      sgd.step();
+      prepared.step();
+      strategy.after_step(leaves);
+      sgd.zero_grad();
+      strategy.before_zero_grad(leaves);
+      prepared.zero_grad();
+    }
+    strategy.restore();
+    expect_equal(ModuleRecord(module), expected, 1e-9);
+  };
+  for (const bool all_units : {false, true}) {
+    torch::jit::Module module = load();
+    const auto options = FsdpOptions(units).all_units_every_pass(all_units);
+    if (world().size() > 1 && !all_units) {
+      const std::string what =
+          same_everywhere(what_of([&] { Fsdp fsdp(ModuleRecord(module), options, world()); }));
+      EXPECT_NE(what.find("'forward' runs parts of the module on other threads"), std::string::npos)
+          << what;
+      EXPECT_FALSE(intercept::is_tagged(ModuleRecord(module).parameters()[0].tensor));
+      continue;
+    }
+    Fsdp fsdp(ModuleRecord(module), options, world());
+    train(fsdp, module);
+  }
+  if (world().size() == 1) return;
+  torch::jit::Module module = load();
+  Ddp ddp(ModuleRecord(module), world(), {});
+  train(ddp, module);
 }
 
 }  // namespace

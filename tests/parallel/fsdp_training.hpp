@@ -7,8 +7,8 @@
 #include <support/distributed.hpp>
 #include <support/zoo.hpp>
 
-#include <accelerate/intercept/key.hpp>
 #include <accelerate/parallel/fsdp.hpp>
+#include <intercept/key.hpp>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -120,6 +120,8 @@ AcceleratorOptions options_of(const Draws& d, int ranks) {
   if (d.chance("cpu_offload", 10)) fsdp.cpu_offload(true);
   if (kind != StrategyKind::zero2 && d.chance("reduces_each", 15)) fsdp.reduce_every_backward(true);
   if (d.chance("verifies", 10)) fsdp.verify_control_flow(true);
+  const bool ways = probe->has(BlockImpl::branch) || d.chance("ranks=differ", 3);
+  if (ranks > 1 && ways && d.chance("all_units", 70)) fsdp.all_units_every_pass(true);
   options.fsdp(fsdp);
   return options;
 }
@@ -349,7 +351,9 @@ struct Program {
     }
     if (d.chance(at + ".looks", 8))
       accelerator.note("a look at a weight", net->head->weight.detach().sum());
-    if (!scheduled && !net->has(BlockImpl::complex) && d.chance(at + ".saves", 8)) {
+    // A checkpoint has the buffers of process 0.
+    const bool own_buffers = accelerator.num_processes() > 1 && net->has(BlockImpl::running);
+    if (!scheduled && !own_buffers && !net->has(BlockImpl::complex) && d.chance(at + ".saves", 8)) {
       accelerator.save_state(folder);
       saved = true;
     } else if (saved && d.chance(at + ".loads", 40)) {

@@ -36,11 +36,38 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.encoder(x))[0])
 
 
+class Forked(nn.Module):
+    """Two branches on threads of their own, and one on the caller's."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.right = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.own = nn.Linear(12, 12)
+
+    def forward(self, x):
+        left = torch.jit.fork(self.left, x)
+        right = torch.jit.fork(self.right, x)
+        return self.own(x) + torch.jit.wait(left) * torch.jit.wait(right)
+
+
+class ForkedWithin(nn.Module):
+    """The fork is in what forward calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Forked()
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
 def main(folder):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.jit.script(Branching().double()).save(str(folder / "script_branching.pt"))
+    torch.jit.script(ForkedWithin().double()).save(str(folder / "script_forked.pt"))
     recurrent = Recurrent().double()
     torch.jit.trace(recurrent, torch.randn(2, 7, 16, dtype=torch.double), check_trace=False).save(
         str(folder / "script_traced.pt"))

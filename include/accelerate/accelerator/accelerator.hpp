@@ -167,11 +167,13 @@ class Accelerator {
   T broadcast(const T& tree, int source = 0) const {
     return comm::broadcast(tree, world(), source);
   }
-  /// Pads along `dim` to the largest size of any rank, so that the tensors can be gathered.
+  /// Pads along `dim` to the largest size of any rank, so that the tensors can be gathered: with
+  /// one value, or with `PadValues(0).field("labels", -100)`. Throws ConfigError when a value does
+  /// not fit a tensor's dtype, or a field is named that the tree does not have.
   template <TensorTree T>
-  T pad_across_processes(const T& tree, std::int64_t dim = 0, double pad_index = 0,
+  T pad_across_processes(const T& tree, std::int64_t dim = 0, const PadValues& values = 0,
                          bool pad_first = false) const {
-    return comm::pad_across_processes(tree, world(), dim, pad_index, pad_first);
+    return comm::pad_across_processes(tree, world(), dim, values, pad_first);
   }
   /// One JSON value of each rank, in rank order.
   std::vector<Json> gather_object(const Json& object) const;

@@ -204,6 +204,8 @@ class Checkpointing {
   std::vector<std::shared_ptr<StateHook>> save_hooks_;
   std::vector<std::shared_ptr<StateHook>> load_hooks_;
   std::unique_ptr<InFlight> in_flight_;
+  // Of the first process of a folder, from the first numbered save on.
+  std::shared_ptr<io::FileLock> project_lock_;
 };
 
 }  // namespace detail

@@ -2,6 +2,7 @@
 
 #include <accelerate/core/module.hpp>
 #include <accelerate/core/tree.hpp>
+#include <accelerate/intercept/operator_policy.hpp>
 #include <accelerate/parallel/strategy.hpp>
 #include <accelerate/precision/autocast.hpp>
 #include <accelerate/precision/mixed_precision.hpp>
@@ -63,6 +64,7 @@ class ForwardPass {
   PreparedModuleCore& core_;
   parallel::ForwardContext context_;
   std::optional<AutocastScope> autocast_;
+  intercept::ForwardScope forward_;
 };
 
 [[noreturn]] void raise_outputs_unknown();

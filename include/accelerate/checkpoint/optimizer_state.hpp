@@ -26,7 +26,8 @@ struct NamedModule {
 };
 
 struct OptimizerState {
-  /// {"type", "param_groups": [{"options", "params": [names]}], "state": {name: {key: ...}}}.
+  /// {"type", "param_groups": [{"options", "params": [names]}], "state": {name: {key: ...}},
+  /// "without_state": [names]}.
   Json description;
   TensorGroup tensors;
 };

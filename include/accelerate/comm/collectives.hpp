@@ -2,11 +2,13 @@
 
 #include <accelerate/base/json.hpp>
 #include <accelerate/comm/group.hpp>
+#include <accelerate/core/pad_values.hpp>
 #include <accelerate/core/tree.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 /// Collectives over trees of tensors and JSON values. All are blocking; all ranks call them with
@@ -22,9 +24,11 @@ std::vector<at::Tensor> reduce_tensors(const std::vector<at::Tensor>& tensors, c
                                        Reduction reduction, double scale);
 std::vector<at::Tensor> broadcast_tensors(const std::vector<at::Tensor>& tensors,
                                           const Group& group, int from);
+/// `paths`: of each tensor.
 std::vector<at::Tensor> pad_tensors_across_processes(const std::vector<at::Tensor>& tensors,
+                                                     const std::vector<std::string>& paths,
                                                      const Group& group, std::int64_t dim,
-                                                     double pad_index, bool pad_first);
+                                                     const PadValues& values, bool pad_first);
 
 namespace detail {
 /// `node` with its tensors replaced, in order.
@@ -60,13 +64,16 @@ T broadcast(const T& node, const Group& group, int from = 0) {
   return detail::with_tensors(node, broadcast_tensors(tree::tensors(node), group, from));
 }
 
-/// Every tensor made as long along `dim` as the longest of any rank, by entries of `pad_index` put
-/// after it, or before it with `pad_first`. Tensors without that dim are returned as they are.
+/// Every tensor made as long along `dim` as the longest of any rank, by entries put after it, or
+/// before it with `pad_first`: of one value, or of `PadValues(0).field("labels", -100)`. Tensors
+/// without that dim are returned as they are. Throws ConfigError when a value does not fit a
+/// tensor's dtype, or a field is named that the tree does not have.
 template <TensorTree T>
 T pad_across_processes(const T& node, const Group& group, std::int64_t dim = 0,
-                       double pad_index = 0, bool pad_first = false) {
+                       const PadValues& values = 0, bool pad_first = false) {
   return detail::with_tensors(
-      node, pad_tensors_across_processes(tree::tensors(node), group, dim, pad_index, pad_first));
+      node, pad_tensors_across_processes(tree::tensors(node), tree::tensor_paths(node), group, dim,
+                                         values, pad_first));
 }
 
 /// JSON values of all ranks in rank order. The elements of an array are put one after another, so

@@ -59,6 +59,9 @@ class ModuleRecord {
   std::vector<NamedTensor> buffers() && { return std::move(buffers_); }
   std::vector<std::vector<std::string>> tied() && { return std::move(tied_); }
   bool is_torchscript() const noexcept { return is_torchscript_; }
+  /// The first method of a TorchScript module that runs a part of it on another thread
+  /// (torch.jit.fork); empty when there is none.
+  std::string forking_method() const { return forking_method_ ? forking_method_() : std::string(); }
   bool is_training() const { return is_training_(); }
   void train(bool on) const { train_(on); }
   /// Moves parameters and buffers in place, so that every handle a user holds follows.
@@ -86,6 +89,7 @@ class ModuleRecord {
   std::function<ModuleNode()> describe_;
   std::function<bool(const std::function<bool(const at::Tensor&)>&)> visit_;
   std::function<std::size_t()> owners_;
+  std::function<std::string()> forking_method_;
   std::function<bool()> is_training_;
   std::function<void(bool)> train_;
   std::function<void(at::Device)> to_;

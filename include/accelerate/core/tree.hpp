@@ -193,6 +193,16 @@ requires TensorTree<T> std::vector<at::Tensor> tensors(const T& node) {
   return found;
 }
 
+/// Where they lie, in the same order: "data", "1.mask", "".
+template <class T>
+requires TensorTree<T> std::vector<std::string> tensor_paths(const T& node) {
+  std::vector<std::string> paths;
+  for_each_leaf(node, [&](const std::string& path, const auto& leaf) {
+    if constexpr (detail::Tensor<std::remove_cvref_t<decltype(leaf)>>) paths.push_back(path);
+  });
+  return paths;
+}
+
 /// The same tree with every defined tensor replaced by `function(tensor)`.
 template <class T, class Function>
 requires TensorTree<T> T map(T node, Function&& function) {

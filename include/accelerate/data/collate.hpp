@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/core/pad_values.hpp>
 #include <accelerate/core/tree.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -27,9 +28,9 @@ namespace accelerate::data::collate {
 /// Tensors of equal shape, one after another along a new first dimension.
 /// Throws DataError naming the field and the shapes when they are not equal.
 at::Tensor stack_tensors(const std::vector<at::Tensor>& tensors, const std::string& path);
-/// The same after filling each tensor up with `value`, at the end of `dims` (counted without the
-/// new dimension, negative from the end; empty: all), to the largest size among them.
-at::Tensor pad_tensors(const std::vector<at::Tensor>& tensors, double value,
+/// The same after filling each tensor up with the value for `path`, at the end of `dims` (counted
+/// without the new dimension, negative from the end; empty: all), to the largest size among them.
+at::Tensor pad_tensors(const std::vector<at::Tensor>& tensors, const PadValues& values,
                        const std::vector<std::int64_t>& dims, const std::string& path);
 
 namespace detail {
@@ -226,24 +227,31 @@ inline Stack stack() { return {}; }
 class Pad {
  public:
   static constexpr bool kVaryingShapes = true;
-  Pad(double value, std::vector<std::int64_t> dims) : value_(value), dims_(std::move(dims)) {}
+  Pad(PadValues values, std::vector<std::int64_t> dims)
+      : values_(std::move(values)), dims_(std::move(dims)) {}
   template <class Example>
   detail::collated_t<Example> operator()(std::vector<Example> examples) const {
-    return detail::collate_examples(
-        examples, [this](const std::vector<at::Tensor>& tensors, const std::string& path) {
-          return pad_tensors(tensors, value_, dims_, path);
+    std::vector<std::string> paths;
+    auto batch = detail::collate_examples(
+        examples, [&](const std::vector<at::Tensor>& tensors, const std::string& path) {
+          paths.push_back(path);
+          return pad_tensors(tensors, values_, dims_, path);
         });
+    values_.require_known(paths);
+    return batch;
   }
 
  private:
-  double value_;
+  PadValues values_;
   std::vector<std::int64_t> dims_;
 };
-/// Pads with `value` along `dims` of an example's tensors, negative from the end; without dims
-/// along all in which they differ. Sizes along other dims must be equal.
+/// Pads along `dims` of an example's tensors, negative from the end; without dims along all in
+/// which they differ. Sizes along other dims must be equal. With one value, or with
+/// `PadValues(0).field("labels", -100)`. A batch throws ConfigError when a value does not fit a
+/// tensor's dtype, or a field is named that the examples do not have.
 template <class... Dims>
-Pad pad(double value = 0, Dims... dims) {
-  return Pad(value, {static_cast<std::int64_t>(dims)...});
+Pad pad(PadValues values = 0, Dims... dims) {
+  return Pad(std::move(values), {static_cast<std::int64_t>(dims)...});
 }
 
 }  // namespace accelerate::data::collate

@@ -8,14 +8,16 @@
 
 namespace c10 {
 class OperatorHandle;
+struct OperatorName;
 struct IValue;
 }  // namespace c10
 
 /// What Python does by hooking and replacing modules, done at the dispatcher: one dispatch key of
-/// its own, above autograd and autocast, which LibTorch names and leaves free. It has two
+/// its own, above autograd and autocast, which LibTorch names and leaves free. It has three
 /// entrances. Every operator that touches a *tagged* tensor or a view of one comes here, forward
-/// and backward; and so does every operator that a thread calls inside a `Region`. Nothing is asked
-/// of the user's modules.
+/// and backward, to have its memory brought; where the tensor carries an `OperatorPolicy`, that may
+/// replace what a forward calls; and every operator that a thread calls inside a `Region` comes
+/// too. Nothing is asked of the user's modules.
 namespace accelerate::intercept {
 
 /// The dispatch key. A constant, so that a program in which another library uses the same one can
@@ -31,6 +33,9 @@ inline bool is_tagged(const at::TensorBase& tensor) {
 /// tags a tensor or opens a region, so that a program that does neither has nothing registered.
 /// Throws UnsupportedError when another library already uses the key.
 void install();
+
+/// Whether the operator only makes a view, or takes no more of a tensor than its shape.
+bool needs_no_memory(const c10::OperatorName& name);
 
 /// What a region does with the operators called inside it.
 class RegionPolicy {

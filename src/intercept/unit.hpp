@@ -1,8 +1,8 @@
 #pragma once
 
 #include <accelerate/core/module.hpp>
-#include <accelerate/intercept/layout.hpp>
-#include <accelerate/intercept/tagged_storage.hpp>
+#include <intercept/layout.hpp>
+#include <intercept/tagged_storage.hpp>
 
 #include <functional>
 #include <memory>

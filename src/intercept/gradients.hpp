@@ -1,6 +1,6 @@
 #pragma once
 
-#include <accelerate/intercept/engine.hpp>
+#include <intercept/engine.hpp>
 
 #include <memory>
 #include <mutex>

@@ -1,6 +1,7 @@
 #pragma once
 
-#include <accelerate/intercept/key.hpp>
+#include <intercept/key.hpp>
+#include <intercept/policy_marks.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -14,7 +15,7 @@ namespace accelerate::intercept {
 
 /// A storage whose memory comes and goes under the tensors that view it. It is never replaced, so a
 /// tensor that autograd saved finds the memory again when backward comes to it. While it is empty,
-/// every access to its data through ATen throws a sentence that names it.
+/// every access to its data through ATen throws an error that names it.
 ///
 /// It is found from a tensor in constant time and without a lock, because it is the `Allocator`
 /// that the StorageImpl points to. That also catches whoever tries to resize the storage.
@@ -33,6 +34,9 @@ class TaggedStorage final : public c10::Allocator {
     virtual void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) = 0;
     /// `set_data` is about to point a tensor of this storage elsewhere. May throw.
     virtual void repointed(TaggedStorage&) {}
+    /// What a program is to do instead, where its use of the storage is refused: sentences that the
+    /// refusal ends with.
+    virtual std::string advice() const { return {}; }
 
    protected:
     ~Owner() = default;
@@ -76,6 +80,9 @@ class TaggedStorage final : public c10::Allocator {
     if (holds_.fetch_sub(1) == 1 && wanted_empty_.load()) owner_->unheld(*this);
   }
 
+  /// Where in it parameters with policies lie.
+  PolicyMarks& marks() noexcept { return marks_; }
+
   Owner& owner() const noexcept { return *owner_; }
   int id() const noexcept { return id_; }
   const std::string& name() const noexcept { return name_; }
@@ -103,7 +110,11 @@ class TaggedStorage final : public c10::Allocator {
   std::atomic<bool> ready_ = false;
   std::atomic<bool> wanted_empty_ = false;
   std::atomic<std::int64_t> holds_ = 0;
+  PolicyMarks marks_;
 };
+
+/// Gives a tensor the tag, or takes it away; nothing else changes.
+void set_tag(const at::Tensor& tensor, bool on);
 
 /// Gives a tensor that lies in ordinary memory the tag, or takes it away. Its memory stays; while
 /// it has the tag, `set_data`, and with it `module->to()`, throws a StateError.
@@ -118,5 +129,8 @@ bool is_part_of_gradient(const at::TensorBase& tensor);
 /// A tensor of the meta device with the shape of `like`, which has the tag; an operator that uses
 /// it throws a StateError with `message`, which must live as long as the program.
 at::Tensor given_up(const at::Tensor& like, const char* message);
+
+/// Whether every use of it throws: it is `given_up`, or lies in a storage that is gone.
+bool is_given_up(const at::TensorBase& tensor);
 
 }  // namespace accelerate::intercept
