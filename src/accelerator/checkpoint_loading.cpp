@@ -92,7 +92,7 @@ void check_state(const parallel::Strategy& strategy, const std::vector<NamedTens
   for (const NamedTensor& entry : state) given.emplace(entry.name, entry.tensor.sizes().vec());
   const checkpoints::TensorGroup group = checkpoints::module_group(strategy, "model");
   std::map<std::string, std::vector<std::int64_t>> wanted;
-  for (const auto& shard : strategy.shards()) wanted.emplace(shard.name, shard.global_shape);
+  for (const auto& shard : strategy.shards()) wanted.emplace(shard.name, shard.placement.shape());
   for (const NamedTensor& buffer : strategy.module().buffers())
     wanted.emplace(buffer.name, buffer.tensor.sizes().vec());
   std::vector<std::string> wrong;
@@ -327,10 +327,9 @@ void Checkpointing::read_parts(checkpoints::Load& load, bool strict, Incoming& i
     group.name = name;
     for (NamedTensor& entry : tensors) {
       entry.tensor = entry.tensor.detach().clone();
-      group.parts.push_back(checkpoints::whole_part(entry.name, entry.tensor));
-      group.parts.back().fresh = true;
+      group.parts.push_back(whole_tensor(entry.name, entry.tensor));
     }
-    load.want_all(group, /*strict=*/true);
+    load.want_all(group, /*strict=*/true, /*fresh=*/true);
   }
   for (std::size_t i = objects_.size(); i < saved_count("objects"); ++i)
     incoming.unused.push_back(text::concat("custom_checkpoint_", i));

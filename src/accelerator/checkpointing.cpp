@@ -240,8 +240,8 @@ std::unique_ptr<checkpoints::Save> Checkpointing::collect(const fs::path& folder
         checkpoints::TensorGroup tensors;
         tensors.name = name;
         for (const NamedTensor& entry : objects_[i].save_tensors()) {
-          tensors.parts.push_back(checkpoints::whole_part(entry.name, entry.tensor));
-          tensors.parts.back().of_first_process = true;
+          tensors.parts.push_back(whole_tensor(entry.name, entry.tensor));
+          tensors.of_first_process.insert(entry.name);
         }
         save->add(std::move(tensors));
       }

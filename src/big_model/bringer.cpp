@@ -1,5 +1,5 @@
 #include <big_model/bringer.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -107,7 +107,7 @@ void Bringer::finish(Job& job) {
 }
 
 void Bringer::work() {
-  const intercept::Quiet quiet;
+  const intercept::InternalOpsGuard internal;
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return closed_ || !waiting_.empty(); });

@@ -4,7 +4,7 @@
 #include <accelerate/io/safetensors.hpp>
 #include <big_model/checkpoint_source.hpp>
 #include <big_model/parts.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -110,7 +110,7 @@ bool CheckpointSource::are_equal(std::string_view one, std::string_view other) c
   const WeightStore::Entry* const a = store_.find(one);
   const WeightStore::Entry* const b = store_.find(other);
   if (a == nullptr || b == nullptr) {
-    const intercept::Quiet quiet;
+    const intercept::InternalOpsGuard internal;
     return at::equal(tensors_.find(one)->second, tensors_.find(other)->second);
   }
   if (a->file == b->file && a->offset == b->offset) return true;
@@ -155,7 +155,7 @@ void CheckpointSource::read(std::string_view name, std::int64_t begin,
     if (mapped_) return entry->read(files_.at(entry->file), name, begin, part);
     return entry->read(io::File::open(entry->file), name, begin, part);
   }
-  const intercept::Quiet quiet;
+  const intercept::InternalOpsGuard internal;
   part.copy_(same_part(tensors_.find(name)->second, begin, part));
 }
 

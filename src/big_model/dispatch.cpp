@@ -9,7 +9,7 @@
 #include <big_model/folder_lock.hpp>
 #include <big_model/offload_residency.hpp>
 #include <core/map_value.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/replace.hpp>
 #include <intercept/torchscript.hpp>
 
@@ -32,7 +32,7 @@ using big_model::device_of;
 using big_model::OffloadResidency;
 using big_model::Source;
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 
 // A gradient that arrives at a weight on disk has nowhere to go.
 struct RefuseGradient final : torch::autograd::PostAccumulateGradHook {
@@ -207,7 +207,7 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
         "These weights have gradients, which offloading would lose: ", text::join(with_gradient),
         ". Call the optimizer's zero_grad() first."));
   }
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   if (!to_write.empty()) {
     const WeightStore written = offload_state_dict(options.offload_dir(), to_write);
     for (const auto& [name, entry] : written.entries()) store.add(name, entry);
@@ -230,6 +230,9 @@ Dispatched::Impl::Impl(ModuleRecord record, DeviceMap given, OffloadOptions chos
     engine_options.prefetch = engine_options.prefetch_in_backward = options.prefetch();
     engine_options.resident_limit = options.resident_limit();
     engine_options.oversized_alone = true;
+    engine_options.advice =
+        "Before code that changes a weight's shape or memory, or reads it raw, such as "
+        "torch::save() or data_ptr(), call remove_offload().";
     engine = std::make_unique<Engine>(units(), engine_options, *residency,
                                       std::function<void(const intercept::Unit&, at::Tensor)>());
     for (const NamedTensor& entry : offloaded) {
@@ -393,7 +396,7 @@ Dispatched::Dispatched(ModuleRecord module, DeviceMap map, OffloadOptions option
 Dispatched::~Dispatched() {
   impl_->release_guards();
   if (!impl_->engine) return;
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   impl_->release_hooks();
   for (const NamedTensor& entry : impl_->offloaded) {
     const Source& source = impl_->residency->source(entry.tensor);
@@ -439,7 +442,7 @@ void Dispatched::remove_offload() {
                                         " are free, so the offloading cannot be ended."));
   }
   impl_->engine->end_pass();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   std::vector<at::Tensor> values;
   for (const NamedTensor& entry : impl_->offloaded)
     values.push_back(impl_->residency->whole(entry.tensor));

@@ -1,8 +1,8 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
 #include <accelerate/big_model/init_empty.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/key.hpp>
-#include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -461,7 +461,7 @@ struct InitOnDevice::Impl final : intercept::RegionPolicy {
 
     std::optional<Call> call;
     {
-      const intercept::Quiet quiet;
+      const intercept::InternalOpsGuard internal;
       call = recording->begin(op, given);
     }
     bool ran = false;
@@ -477,7 +477,7 @@ struct InitOnDevice::Impl final : intercept::RegionPolicy {
         // No kernel, or one that needs values. What the program does wrong fails again below.
       }
     }
-    const intercept::Quiet quiet;
+    const intercept::InternalOpsGuard internal;
     if (!ran) {
       const bool keep_real = named && given[*at].toDevice() != device;
       const Stack results = recording->run_for_real(*call, given, keep_real);
@@ -560,7 +560,7 @@ void InitOnDevice::explain_failure() const {
 void InitOnDevice::finish(const ModuleRecord& module) {
   if (!impl_->region) throw StateError("This scope of init_on_device has ended already.");
   impl_->region.reset();
-  const intercept::Quiet quiet;
+  const intercept::InternalOpsGuard internal;
   const at::DisableRecordFunctionGuard not_noted;
   if (!impl_->include_buffers) {
     if (impl_->device.is_meta()) {

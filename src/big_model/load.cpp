@@ -9,7 +9,7 @@
 #include <big_model/devices.hpp>
 #include <big_model/huge_pages.hpp>
 #include <big_model/parts.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/replace.hpp>
 
 #include <ATen/ops/empty.h>
@@ -101,7 +101,7 @@ class Loader {
   }
 
   LoadReport load() {
-    const intercept::Quiet quiet;
+    const intercept::InternalOpsGuard internal;
     if (options_.progress())
       bar_.emplace(ProgressOptions(options_.bar()).total(bytes_to_read()).unit("bytes"));
     leave_on_disk();
@@ -289,7 +289,7 @@ class Loader {
         std::min(wanted, pieces.size()), pieces.size(),
         [&] {
           return [&](std::size_t i) {
-            const intercept::Quiet quiet;
+            const intercept::InternalOpsGuard internal;
             const Piece& piece = pieces[i];
             if (piece.mapped) {
               read_pages(piece, source_.file(piece.weight->stored_as));

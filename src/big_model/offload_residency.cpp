@@ -3,7 +3,7 @@
 #include <big_model/huge_pages.hpp>
 #include <big_model/offload_residency.hpp>
 #include <big_model/parts.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>

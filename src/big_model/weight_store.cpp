@@ -7,7 +7,7 @@
 #include <base/parse_json.hpp>
 #include <big_model/folder_lock.hpp>
 #include <big_model/parts.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <io/inside.hpp>
 #include <io/system_error.hpp>
 
@@ -247,7 +247,7 @@ void WeightStore::read(std::string_view name, const at::Tensor& tensor) const {
 
 void WeightStore::Entry::read(const io::File& opened, std::string_view name, std::int64_t begin,
                               const at::Tensor& tensor) const {
-  const intercept::Quiet quiet;
+  const intercept::InternalOpsGuard internal;
   if (const io::FileStamp now = opened.stamp(); now != stamp) {
     throw CheckpointError(
         text::concat("The file ", file, " of the offloaded weight '", name, "' ",
@@ -288,7 +288,7 @@ WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTe
 
 WeightStore offload_state_dict(const fs::path& folder, const std::vector<NamedTensor>& like,
                                const std::function<at::Tensor(const NamedTensor&)>& values) {
-  const intercept::Quiet quiet;
+  const intercept::InternalOpsGuard internal;
   io::make_folders(folder);
   const big_model::FolderLock alone(folder, big_model::FolderLock::Kind::write);
   const fs::path index_path = fs::absolute(folder / "index.json");

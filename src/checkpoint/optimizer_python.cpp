@@ -38,9 +38,9 @@ PyValue to_python(const c10::IValue& value) {
 
 }  // namespace
 
-PyValue python_state(const Json& description, const std::vector<TensorPart>& parts) {
+PyValue python_state(const Json& description, const std::vector<NamedTensor>& whole) {
   std::map<std::string_view, const at::Tensor*> tensors;
-  for (const TensorPart& part : parts) tensors.emplace(part.name, &part.data);
+  for (const NamedTensor& entry : whole) tensors.emplace(entry.name, &entry.tensor);
   PyDict state;
   PyList groups;
   std::int64_t index = 0;
@@ -103,17 +103,18 @@ c10::IValue like_option(const PyValue& value, const c10::IValue& own) {
 
 // What a process has of a state that is shaped like its parameter.
 at::Tensor cut(const at::Tensor& whole, const Slot& slot) {
-  const at::Tensor& leaf = slot.shard.leaf;
-  at::Tensor own = at::empty_strided(leaf.sizes(), leaf.strides(),
-                                     at::TensorOptions(leaf.device()).dtype(whole.scalar_type()));
-  TensorPart part = part_of(slot.shard, own);
-  at::Tensor values = whole;
-  if (!part.is_whole()) {
-    if (!part.order.empty()) values = values.permute(part.order);
-    values = values.contiguous().view(-1).narrow(0, part.first, part.count).view(own.sizes());
+  const at::Tensor& leaf = slot.shard.tensor;
+  const LocalTensor own =
+      slot.like({}, at::empty_strided(leaf.sizes(), leaf.strides(),
+                                      at::TensorOptions(leaf.device()).dtype(whole.scalar_type())));
+  for (const PlacedBox& placed : own.boxes()) {
+    at::Tensor values = whole;
+    for (std::size_t d = 0; d < placed.box.sizes.size(); ++d)
+      values =
+          values.narrow(static_cast<std::int64_t>(d), placed.box.offsets[d], placed.box.sizes[d]);
+    own.view(placed).copy_(values);
   }
-  part.data.copy_(values);
-  return own;
+  return own.tensor;
 }
 
 }  // namespace
@@ -158,7 +159,7 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
         const Slot& slot = slots[g][p];
         auto& state = incoming.emplace_back();
         const PyValue* saved = states.as_dict().find(indices[p].as_int());
-        if (saved == nullptr || (slot.shard.elements == 0 && !slot.is_whole())) continue;
+        if (saved == nullptr || slot.is_elsewhere()) continue;
         state.emplace();
         for (const auto& [key, value] : saved->as_dict().items) {
           const std::string& name = key.as_string();
@@ -169,23 +170,23 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
             if (step_is_tensor) {
               state->emplace(
                   name, at::full({}, step,
-                                 at::TensorOptions(slot.shard.leaf.device()).dtype(at::kFloat)));
+                                 at::TensorOptions(slot.shard.tensor.device()).dtype(at::kFloat)));
             } else {
               state->emplace(name, static_cast<std::int64_t>(step));
             }
           } else if (!value.is<at::Tensor>()) {
             refuse("the state '", name, "' of '", slot.name, "' is a ", value.type_name(),
                    ", and a tensor was expected.");
-          } else if (value.as_tensor().sizes() == at::IntArrayRef(slot.shard.global_shape)) {
+          } else if (value.as_tensor().sizes() == at::IntArrayRef(slot.shard.placement.shape())) {
             state->emplace(name, cut(value.as_tensor(), slot));
           } else if (slot.is_whole()) {
             state->emplace(name,
-                           value.as_tensor().to(slot.shard.leaf.device(), /*non_blocking=*/false,
+                           value.as_tensor().to(slot.shard.tensor.device(), /*non_blocking=*/false,
                                                 /*copy=*/true));
           } else {
             refuse("the state '", name, "' of '", slot.name, "' has shape [",
                    text::join(value.as_tensor().sizes()), "], and the parameter has [",
-                   text::join(slot.shard.global_shape), "].");
+                   text::join(slot.shard.placement.shape()), "].");
           }
         }
         check_entries(optimizer, slot, *state, [&](const std::string& why) { refuse(why); });

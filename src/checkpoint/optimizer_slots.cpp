@@ -23,8 +23,8 @@ std::vector<std::vector<Slot>> slots_of(Optimizer& optimizer,
                                         const std::vector<NamedModule>& modules) {
   std::unordered_map<const void*, Slot> known;
   for (const NamedModule& module : modules) {
-    for (parallel::ParameterShard& shard : module.strategy->shards()) {
-      const void* leaf = shard.leaf.unsafeGetTensorImpl();
+    for (LocalTensor& shard : module.strategy->shards()) {
+      const void* leaf = shard.tensor.unsafeGetTensorImpl();
       Slot slot{module.prefix + shard.name, std::move(shard)};
       known.emplace(leaf, std::move(slot));
     }
@@ -38,18 +38,11 @@ std::vector<std::vector<Slot>> slots_of(Optimizer& optimizer,
         slots.push_back(found->second);
       } else {
         slots.push_back({text::concat("param_groups.", groups.size() - 1, ".", slots.size()),
-                         {"", parameter.sizes().vec(), 0, parameter.numel(), parameter,
-                          parameter.strides().vec()}});
+                         whole_tensor("", parameter)});
       }
     }
   }
   return groups;
-}
-
-bool Slot::is_whole() const {
-  std::int64_t elements = 1;
-  for (const std::int64_t size : shard.global_shape) elements *= size;
-  return shard.elements == elements;
 }
 
 // What an archive holds beside tensors. Nothing for other types.

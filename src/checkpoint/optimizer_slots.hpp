@@ -18,9 +18,15 @@ namespace accelerate::checkpoints {
 // A parameter as an optimizer of this process has it.
 struct Slot {
   std::string name;
-  parallel::ParameterShard shard;
+  LocalTensor shard;  ///< the parameter
 
-  bool is_whole() const;
+  bool is_whole() const { return shard.placement.is_whole(); }
+  /// This process has none of it, and another has.
+  bool is_elsewhere() const { return shard.placement.count() == 0 && !is_whole(); }
+  /// What it has of a state that is shaped like the parameter and cut like it.
+  LocalTensor like(std::string as, const at::Tensor& state) const {
+    return {std::move(as), shard.placement, state};
+  }
 };
 
 std::string type_of(const torch::optim::Optimizer& optimizer);
@@ -52,7 +58,7 @@ void check_entries(const torch::optim::Optimizer& optimizer, const Slot& slot,
                    const std::function<void(const std::string&)>& refuse);
 
 // As Python's Optimizer.state_dict() gives it.
-PyValue python_state(const Json& description, const std::vector<TensorPart>& parts);
+PyValue python_state(const Json& description, const std::vector<NamedTensor>& whole);
 
 struct IncomingOptimizerState::Impl {
   torch::optim::Optimizer& optimizer;

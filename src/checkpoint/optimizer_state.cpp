@@ -25,14 +25,14 @@ namespace {
 using torch::optim::Optimizer;
 
 bool is_like(const at::Tensor& state, const Slot& slot, const std::string& key) {
-  const at::Tensor& leaf = slot.shard.leaf;
+  const at::Tensor& leaf = slot.shard.tensor;
   // Of a parameter without dimensions, the count of steps looks like everything else.
   if (leaf.dim() == 0 && key == "step") return false;
-  return state.sizes() == leaf.sizes() && slot.shard.elements > 0;
+  return state.sizes() == leaf.sizes() && slot.shard.placement.count() > 0;
 }
 
 std::string part_name(const std::string& name, const Slot& slot) {
-  return text::concat(name, "@", slot.shard.offset, "+", slot.shard.elements);
+  return text::concat(name, "@", slot.shard.placement.text());
 }
 
 // Of one parameter: adds its tensors to `group` and says what there is.
@@ -45,16 +45,14 @@ Json describe_state(torch::jit::Module& state, const Slot& slot, TensorGroup& gr
     if (key == "training" || key == "_is_full_backward_hook") continue;  // of every jit::Module
     const std::string name = slot.name + "/" + key;
     const auto add_whole = [&](const std::string& as, const at::Tensor& tensor) {
-      group.parts.push_back(whole_part(as, tensor));
+      group.parts.push_back(whole_tensor(as, tensor));
     };
     if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       Json entry = Json::object();
       if (is_like(tensor, slot, key)) {
         entry["kind"] = kLike;
-        TensorPart part = part_of(slot.shard, tensor);
-        part.name = name;
-        group.parts.push_back(std::move(part));
+        group.parts.push_back(slot.like(name, tensor));
       } else {
         // A number for each step, say, is the same everywhere; what was computed from one part is
         // of use to the same part only.
@@ -63,7 +61,7 @@ Json describe_state(torch::jit::Module& state, const Slot& slot, TensorGroup& gr
         entry["shape"] = tensor.sizes().vec();
         add_whole(same ? name : part_name(name, slot), tensor);
       }
-      if (tensor.is_cpu() && !slot.shard.leaf.is_cpu()) entry["cpu"] = true;
+      if (tensor.is_cpu() && !slot.shard.tensor.is_cpu()) entry["cpu"] = true;
       entries[key] = std::move(entry);
     } else if (value.isTensorList() && slot.is_whole()) {
       Json shapes = Json::array();
@@ -108,7 +106,7 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
         const std::string key = std::to_string(reinterpret_cast<std::size_t>(
             optimizer.param_groups()[g].params()[p].unsafeGetTensorImpl()));
         // A process without elements of the parameter has nothing to say of it.
-        if (!kept.hasattr(key) || (slot.shard.elements == 0 && !slot.is_whole())) continue;
+        if (!kept.hasattr(key) || slot.is_elsewhere()) continue;
         torch::jit::Module state = kept.attr(key).toModule();
         states[slot.name] = describe_state(state, slot, result.tensors, type);
       }
@@ -136,8 +134,9 @@ OptimizerState optimizer_state(Optimizer& optimizer, const std::vector<NamedModu
   }
   result.description["without_state"] = std::move(without_state);
   result.description["state"] = std::move(states);
-  result.tensors.python = [description = result.description](const std::vector<TensorPart>& parts) {
-    return python_state(description, parts);
+  result.tensors.python = [description =
+                               result.description](const std::vector<NamedTensor>& whole) {
+    return python_state(description, whole);
   };
   return result;
 }
@@ -156,6 +155,12 @@ at::TensorOptions place_of(const io::Manifest& manifest, const std::string& grou
   if (saved == nullptr) {
     throw CheckpointError(
         text::concat("The checkpoint ", path, " lacks the optimizer's state '", name, "'."), path);
+  }
+  if (io::safetensors::bits(saved->dtype) % 8 != 0) {
+    throw CheckpointError(
+        text::concat("The optimizer's state '", name, "' in the checkpoint ", path, " has dtype ",
+                     io::safetensors::name(saved->dtype), ", which no optimizer computes in."),
+        path);
   }
   return at::TensorOptions()
       .dtype(tensor_dtype(saved->dtype))
@@ -186,7 +191,7 @@ void check_entries(const Optimizer& optimizer, const Slot& slot,
                    const std::function<void(const std::string&)>& refuse) {
   const std::string type = type_of(optimizer);
   if (!type.starts_with("torch::optim::") && !type.starts_with("accelerate::optim::")) return;
-  const at::Tensor& leaf = slot.shard.leaf;
+  const at::Tensor& leaf = slot.shard.tensor;
   for (const auto& [key, value] : state) {
     if (!value.isTensor() || !value.toTensor().defined()) continue;
     const at::Tensor& tensor = value.toTensor();
@@ -293,7 +298,7 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
             refuse("it has tensors of the state of '", slot.name, "', and says there is none.");
           continue;
         }
-        if (slot.shard.elements == 0 && !slot.is_whole()) {
+        if (slot.is_elsewhere()) {
           // Nothing of the parameter is here. Adagrad wants a state all the same.
           if (const auto had = present_states(g, incoming.size() - 1)) {
             state.emplace();
@@ -304,7 +309,7 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
         }
         state.emplace();
         if (dynamic_cast<const optim::Adafactor*>(&optimizer) != nullptr &&
-            states.at(slot.name).contains("variance") == (slot.shard.leaf.dim() > 1)) {
+            states.at(slot.name).contains("variance") == (slot.shard.tensor.dim() > 1)) {
           refuse(
               "its state of '", slot.name,
               "' was computed from parts of the parameter that are cut otherwise: Adafactor keeps "
@@ -320,31 +325,26 @@ IncomingOptimizerState::IncomingOptimizerState(Optimizer& optimizer,
             if (const auto* saved = load.manifest().find(name, as);
                 saved != nullptr && saved->shape != sizes)
               refuse("the description of '", as, "' has another shape than the tensor.");
-            at::Tensor tensor = at::empty(
-                sizes,
-                place_of(load.manifest(), name, as, slot.shard.leaf, entry.contains("cpu"), path));
-            TensorPart part = whole_part(as, tensor);
-            part.fresh = true;
-            load.want(name, std::move(part));
+            at::Tensor tensor =
+                at::empty(sizes, place_of(load.manifest(), name, as, slot.shard.tensor,
+                                          entry.contains("cpu"), path));
+            load.want(name, whole_tensor(as, tensor), /*fresh=*/true);
             return tensor;
           };
           if (kind == kValue) {
             state->emplace(key, from_json(entry.at("value")));
           } else if (kind == kLike) {
-            const auto tensor_options =
-                place_of(load.manifest(), name, full, slot.shard.leaf, entry.contains("cpu"), path);
+            const auto tensor_options = place_of(load.manifest(), name, full, slot.shard.tensor,
+                                                 entry.contains("cpu"), path);
             // Strides too: a step over tensors that lie alike adds in the same order.
-            const at::Tensor& leaf = slot.shard.leaf;
+            const at::Tensor& leaf = slot.shard.tensor;
             at::Tensor tensor = present_state(g, incoming.size() - 1, key);
             const bool fresh = !tensor.defined() || tensor.sizes() != leaf.sizes() ||
                                tensor.strides() != leaf.strides() ||
                                tensor.scalar_type() != tensor_options.dtype().toScalarType() ||
                                tensor.device() != tensor_options.device();
             if (fresh) tensor = at::empty_strided(leaf.sizes(), leaf.strides(), tensor_options);
-            TensorPart part = part_of(slot.shard, tensor);
-            part.name = full;
-            part.fresh = fresh;
-            load.want(name, std::move(part));
+            load.want(name, slot.like(full, tensor), fresh);
             state->emplace(key, std::move(tensor));
           } else if (kind == kWhole) {
             state->emplace(key, whole(full, entry.at("shape")));

@@ -6,15 +6,17 @@
 #include <accelerate/checkpoint/together.hpp>
 
 #include "base/in_threads.hpp"
+#include "checkpoint/as_saved.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <set>
+#include <utility>
 
 namespace accelerate::checkpoints {
 
@@ -26,19 +28,12 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
   return "[" + text::join(shape) + "]";
 }
 
-std::vector<std::int64_t> sizes_in_order(const std::vector<std::int64_t>& shape,
-                                         const std::vector<std::int64_t>& order) {
-  std::vector<std::int64_t> sizes = shape;
-  for (std::size_t i = 0; i < order.size(); ++i)
-    sizes[i] = shape[static_cast<std::size_t>(order[i])];
-  return sizes;
-}
-
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // Numbers of one kind become each other. A real number made of an integer's bytes, or a complex one
 // without its imaginary part, would be another number.
 bool same_kind(const io::SavedTensor& saved, const at::Tensor& tensor) {
+  if (io::safetensors::bits(saved.dtype) % 8 != 0) return false;  // saved as bytes
   const auto from = tensor_dtype(saved.dtype);
   const auto to = tensor.scalar_type();
   return c10::isFloatingType(from) == c10::isFloatingType(to) &&
@@ -48,15 +43,6 @@ bool same_kind(const io::SavedTensor& saved, const at::Tensor& tensor) {
 std::string kinds_text(const io::SavedTensor& saved, const at::Tensor& tensor) {
   return text::concat("has dtype ", io::safetensors::name(saved.dtype), " in the checkpoint and ",
                       c10::toString(tensor.scalar_type()), " here");
-}
-
-// From dimensions in `order` back to the tensor's own.
-at::Tensor in_own_order(const at::Tensor& tensor, const std::vector<std::int64_t>& order) {
-  if (order.empty()) return tensor;
-  std::vector<std::int64_t> back(order.size());
-  for (std::size_t i = 0; i < order.size(); ++i)
-    back[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
-  return tensor.permute(back);
 }
 
 }  // namespace
@@ -95,36 +81,37 @@ Load::Load(comm::Group group, const fs::path& folder) : group_(std::move(group))
                      "load it while nobody saves there."),
         folder_.string());
   }
-  files_ = std::make_unique<io::PieceReader>(folder_, manifest_);
+  files_ = std::make_unique<io::BoxReader>(folder_, manifest_);
   first_block_.assign(1, 0);
   for (const io::SavedFile& file : manifest_.files)
     first_block_.push_back(first_block_.back() + file.checksums.size());
   taken_.assign(first_block_.back(), false);
 }
 
-void Load::want(std::string_view group, TensorPart part) {
+void Load::want(std::string_view group, LocalTensor part, bool fresh) {
+  part.tensor = as_saved(part.tensor);
   const io::SavedTensor* saved = manifest_.find(group, part.name);
   if (saved == nullptr) {
     throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has no '", part.name,
                                        "' among its tensors of ", group, "."),
                           folder_.string());
   }
-  if (saved->shape != part.shape) {
+  if (saved->shape != part.placement.shape()) {
     throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has '", part.name,
                                        "' with shape ", shape_text(saved->shape), ", and shape ",
-                                       shape_text(part.shape), " was expected."),
+                                       shape_text(part.placement.shape()), " was expected."),
                           folder_.string());
   }
-  if (!same_kind(*saved, part.data)) {
+  if (!same_kind(*saved, part.tensor)) {
     throw CheckpointError(
         text::concat("The checkpoint ", folder_.string(), " is damaged or of another model: '",
-                     part.name, "' ", kinds_text(*saved, part.data), "."),
+                     part.name, "' ", kinds_text(*saved, part.tensor), "."),
         folder_.string());
   }
-  if (part.count > 0) wanted_.push_back({saved, std::move(part)});
+  if (part.placement.count() > 0) add(*saved, std::move(part), fresh);
 }
 
-void Load::want_all(const TensorGroup& group, bool strict) {
+void Load::want_all(const TensorGroup& group, bool strict, bool fresh) {
   const auto saved = manifest_.groups.find(group.name);
   if (saved == manifest_.groups.end()) {
     throw CheckpointError(text::concat("The checkpoint ", folder_.string(), " has no ", group.name,
@@ -133,7 +120,8 @@ void Load::want_all(const TensorGroup& group, bool strict) {
   }
   std::vector<std::string> missing, shapes;
   std::set<std::string> known;
-  for (const TensorPart& part : group.parts) {
+  for (LocalTensor part : group.parts) {
+    part.tensor = as_saved(part.tensor);
     std::vector<std::string> names{part.name};
     for (const auto& [other, first] : group.aliases) {
       if (first == part.name) names.push_back(other);
@@ -147,13 +135,14 @@ void Load::want_all(const TensorGroup& group, bool strict) {
       continue;
     }
     const io::SavedTensor* tensor = manifest_.find(group.name, *found);
-    if (tensor->shape != part.shape) {
+    if (tensor->shape != part.placement.shape()) {
       shapes.push_back(text::concat("'", part.name, "' has shape ", shape_text(tensor->shape),
-                                    " in the checkpoint and ", shape_text(part.shape), " here"));
-    } else if (!same_kind(*tensor, part.data)) {
-      shapes.push_back(text::concat("'", part.name, "' ", kinds_text(*tensor, part.data)));
-    } else if (part.count > 0) {
-      wanted_.push_back({tensor, part});
+                                    " in the checkpoint and ", shape_text(part.placement.shape()),
+                                    " here"));
+    } else if (!same_kind(*tensor, part.tensor)) {
+      shapes.push_back(text::concat("'", part.name, "' ", kinds_text(*tensor, part.tensor)));
+    } else if (part.placement.count() > 0) {
+      add(*tensor, std::move(part), fresh);
     }
   }
   std::vector<std::string> unexpected;
@@ -179,36 +168,28 @@ void Load::want_all(const TensorGroup& group, bool strict) {
   throw CheckpointError(message, folder_.string());
 }
 
-// The elements that are wanted are consecutive where they were saved, and of the same dtype.
-bool Load::Wanted::is_direct() const {
-  return part.data.is_cpu() && part.data.scalar_type() == tensor_dtype(saved->dtype) &&
-         part.data.is_contiguous() &&
-         (part.is_whole() ? saved->order.empty() : saved->order == part.order);
+// What is wanted where the numbers of a part do not lie as they were saved is read to a contiguous
+// tensor of its shape first.
+void Load::add(const io::SavedTensor& saved, LocalTensor part, bool fresh) {
+  const at::Tensor& tensor = part.tensor;
+  const bool direct = tensor.is_cpu() && tensor.scalar_type() == tensor_dtype(saved.dtype) &&
+                      !tensor.is_conj() && !tensor.is_neg() &&
+                      (tensor.is_contiguous() || (tensor.is_non_overlapping_and_dense() &&
+                                                  tensor.sizes() == part.placement.local_shape()));
+  auto overlaps =
+      io::Overlap::of(saved, direct ? part.boxes()
+                                    : boxes_in_memory(part.placement, tensor.sizes(),
+                                                      c10::contiguous_strides(tensor.sizes())));
+  wanted_.push_back({&saved, std::move(part), fresh, direct, std::move(overlaps)});
 }
 
-// Calls `visit(block, move)` for each block that has wanted bytes, with these bytes. They have no
-// place where they are not direct.
 template <class Visitor>
-void Load::for_each_block(const Wanted& wanted, Visitor&& visit) const {
-  const io::SavedTensor& saved = *wanted.saved;
-  const bool all = !wanted.part.is_whole() && saved.order != wanted.part.order;
-  const std::int64_t wanted_first = all ? 0 : wanted.part.first;
-  auto* const data =
-      wanted.is_direct() ? static_cast<std::byte*>(wanted.part.data.mutable_data_ptr()) : nullptr;
-  io::PieceReader::for_each_part(
-      saved, wanted_first, all ? saved.elements() : wanted.part.count,
-      [&](const io::Piece& piece, std::int64_t first, std::int64_t count) {
-        const std::uint64_t from = piece.position + saved.bytes(first - piece.first);
-        const std::uint64_t to = from + saved.bytes(count);
-        for (std::uint64_t at = from; at < to;) {
-          const std::uint64_t block = at / io::kChecksumBlock;
-          const std::uint64_t end = std::min<std::uint64_t>(to, (block + 1) * io::kChecksumBlock);
-          auto* const place =
-              data == nullptr ? nullptr : data + saved.bytes(first - wanted_first) + (at - from);
-          visit(first_block_[piece.file] + block, Move{piece.file, at, end - at, place});
-          at = end;
-        }
-      });
+void Load::for_each_block(const io::Overlap& overlap, Visitor&& visit) const {
+  for (std::uint64_t at = overlap.begin(); at < overlap.end();) {
+    const std::uint64_t block = at / io::kChecksumBlock;
+    visit(first_block_[overlap.file()] + block);
+    at = overlap.next((block + 1) * io::kChecksumBlock);
+  }
 }
 
 void Load::require_same() const {
@@ -229,14 +210,20 @@ void Load::verify() {
   // Which blocks this process needs: one bit each, file after file. What several need, one of them
   // checks; what nobody needs, anybody.
   std::string needed(first_block_.back(), '0');
-  std::vector<std::vector<Move>> fresh(needed.size());
+  using Fresh = std::pair<const io::Overlap*, std::byte*>;
+  std::vector<std::vector<Fresh>> fresh(needed.size());
   std::set<std::size_t> read_from;
   for (const Wanted& wanted : wanted_) {
-    for_each_block(wanted, [&](std::size_t block, const Move& move) {
-      needed[block] = '1';
-      read_from.insert(move.file);
-      if (wanted.part.fresh && move.to != nullptr) fresh[block].push_back(move);
-    });
+    for (const io::Overlap& overlap : wanted.overlaps) {
+      read_from.insert(overlap.file());
+      for_each_block(overlap, [&](std::size_t block) {
+        needed[block] = '1';
+        if (wanted.fresh && wanted.direct) {
+          fresh[block].emplace_back(&overlap,
+                                    static_cast<std::byte*>(wanted.part.tensor.mutable_data_ptr()));
+        }
+      });
+    }
   }
   const auto all = group_.all_gather_bytes(needed);
   // Neighbours go to one process: disks like long reads.
@@ -258,8 +245,14 @@ void Load::verify() {
         if (checker == static_cast<std::size_t>(group_.rank())) blocks.push_back(at - begin);
       }
       const auto take = [&](std::size_t block, std::span<const std::byte> bytes) {
-        for (const Move& move : fresh[begin + block])
-          std::memcpy(move.to, &bytes[move.position % io::kChecksumBlock], move.bytes);
+        const std::uint64_t from = block * io::kChecksumBlock;
+        for (const auto& [overlap, memory] : fresh[begin + block]) {
+          overlap->for_each_run(
+              from, from + bytes.size(),
+              [&, to = memory](std::uint64_t position, std::uint64_t count, std::int64_t place) {
+                std::memcpy(to + place, &bytes[position - from], count);
+              });
+        }
       };
       try {
         if (read_from.contains(f)) {
@@ -305,37 +298,19 @@ std::string Load::text(const std::string& name) const {
   return contents;
 }
 
-// Through another dtype, device or order.
 void Load::convert(const Wanted& wanted) const {
-  const io::SavedTensor& saved = *wanted.saved;
-  const TensorPart& part = wanted.part;
-  const auto fill = [&](const at::Tensor& tensor, std::int64_t first, std::int64_t count) {
-    files_->read(saved, first, count, static_cast<std::byte*>(tensor.mutable_data_ptr()));
-  };
-  const auto options = at::TensorOptions().dtype(tensor_dtype(saved.dtype));
-  if (!part.is_whole() && saved.order == part.order) {
-    const at::Tensor lying = at::empty(part.data.sizes(), options);
-    fill(lying, part.first, part.count);
-    part.data.copy_(lying);
-    return;
-  }
-  const at::Tensor lying = at::empty(sizes_in_order(saved.shape, saved.order), options);
-  fill(lying, 0, saved.elements());
-  at::Tensor own = in_own_order(lying, saved.order);
-  if (part.is_whole()) {
-    part.data.copy_(own);
-    return;
-  }
-  // A part in one order of memory out of a tensor saved in another.
-  if (!part.order.empty()) own = own.permute(part.order);
-  part.data.copy_(
-      own.contiguous().view(-1).narrow(0, part.first, part.count).view(part.data.sizes()));
+  const at::Tensor saved = at::empty(wanted.part.tensor.sizes(),
+                                     at::TensorOptions().dtype(tensor_dtype(wanted.saved->dtype)));
+  for (const io::Overlap& overlap : wanted.overlaps)
+    files_->read(overlap, overlap.begin(), overlap.end(),
+                 static_cast<std::byte*>(saved.mutable_data_ptr()));
+  wanted.part.tensor.copy_(saved);
 }
 
 void Load::read_fresh() {
   std::vector<const Wanted*> chosen;
   for (const Wanted& wanted : wanted_) {
-    if (wanted.part.fresh) chosen.push_back(&wanted);
+    if (wanted.fresh) chosen.push_back(&wanted);
   }
   fill(chosen);
   fresh_is_read_ = true;
@@ -344,26 +319,36 @@ void Load::read_fresh() {
 void Load::read() {
   std::vector<const Wanted*> chosen;
   for (const Wanted& wanted : wanted_) {
-    if (!wanted.part.fresh || !fresh_is_read_) chosen.push_back(&wanted);
+    if (!wanted.fresh || !fresh_is_read_) chosen.push_back(&wanted);
   }
   fill(chosen);
 }
 
 void Load::fill(const std::vector<const Wanted*>& chosen) {
   // Threads read blocks, so that they share a large tensor.
-  std::vector<Move> moves;
+  struct Read {
+    const io::Overlap* overlap;
+    std::uint64_t from;
+    std::byte* to;
+  };
+  std::vector<Read> reads;
   std::vector<const Wanted*> others;
   for (const Wanted* wanted : chosen) {
-    if (!wanted->is_direct()) {
+    if (!wanted->direct) {
       others.push_back(wanted);
       continue;
     }
-    for_each_block(*wanted, [&](std::size_t block, const Move& move) {
-      if (!wanted->part.fresh || !taken_[block]) moves.push_back(move);
-    });
-    wanted->part.data.unsafeGetTensorImpl()->bump_version();
+    auto* const memory = static_cast<std::byte*>(wanted->part.tensor.mutable_data_ptr());
+    for (const io::Overlap& overlap : wanted->overlaps) {
+      for_each_block(overlap, [&](std::size_t block) {
+        if (wanted->fresh && taken_[block]) return;
+        reads.push_back(
+            {&overlap, (block - first_block_[overlap.file()]) * io::kChecksumBlock, memory});
+      });
+    }
+    wanted->part.tensor.unsafeGetTensorImpl()->bump_version();
   }
-  const std::size_t count = moves.size() + others.size();
+  const std::size_t count = reads.size() + others.size();
   in_threads(std::min(reading_threads(), count), count, [&] {
     return [&](std::size_t i) {
       if (i < others.size()) {
@@ -371,8 +356,8 @@ void Load::fill(const std::vector<const Wanted*>& chosen) {
         convert(*others[i]);
         return;
       }
-      const Move& move = moves[i - others.size()];
-      files_->file(move.file).read(move.to, move.bytes, move.position);
+      const Read& read = reads[i - others.size()];
+      files_->read(*read.overlap, read.from, read.from + io::kChecksumBlock, read.to);
     };
   });
 }

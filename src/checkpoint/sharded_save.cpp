@@ -7,6 +7,7 @@
 #include <accelerate/io/mapped_file.hpp>
 
 #include "base/parse_json.hpp"
+#include "checkpoint/as_saved.hpp"
 #include "checkpoint/pickler.hpp"
 #include "io/checked_writer.hpp"
 #include "io/file_lock.hpp"
@@ -15,11 +16,10 @@
 
 #include <algorithm>
 #include <exception>
-#include <numeric>
 #include <set>
 #include <thread>
-#include <tuple>
 #include <unordered_map>
+#include <utility>
 
 namespace accelerate::checkpoints {
 
@@ -27,35 +27,6 @@ namespace fs = std::filesystem;
 namespace st = io::safetensors;
 
 namespace {
-
-std::int64_t elements_of(const std::vector<std::int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
-}
-
-// The dimensions from the slowest to the fastest; empty for row-major order, and where the strides
-// are not those of a tensor without gaps.
-std::vector<std::int64_t> memory_order(const std::vector<std::int64_t>& shape,
-                                       const std::vector<std::int64_t>& strides) {
-  std::vector<std::int64_t> order(shape.size());
-  std::iota(order.begin(), order.end(), 0);
-  const auto stride = [&](std::int64_t d) { return strides[static_cast<std::size_t>(d)]; };
-  const auto size = [&](std::int64_t d) { return shape[static_cast<std::size_t>(d)]; };
-  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
-    return size(a) != 1 && size(b) != 1 && stride(a) > stride(b);
-  });
-  std::int64_t expected = 1;
-  for (auto d = order.rbegin(); d != order.rend(); ++d) {
-    if (size(*d) != 1 && stride(*d) != expected) return {};
-    expected *= size(*d);
-  }
-  // Dimensions of one element go anywhere.
-  std::vector<std::int64_t> longer;
-  for (const std::int64_t d : order) {
-    if (size(d) != 1) longer.push_back(d);
-  }
-  if (std::is_sorted(longer.begin(), longer.end())) return {};
-  return order;
-}
 
 std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
   return {static_cast<const std::byte*>(contiguous.const_data_ptr()), contiguous.nbytes()};
@@ -71,25 +42,27 @@ std::string hex_of(const std::vector<std::uint64_t>& checksums) {
   return hex;
 }
 
-// LibTorch counts two 4-bit numbers as one element and converts none: they are saved as bytes, of
-// which all that follows has as many as it counts.
-at::Tensor countable(const at::Tensor& tensor) {
-  const at::Tensor own = tensor.detach();
-  return own.scalar_type() == at::kFloat4_e2m1fn_x2 ? own.view(at::kByte) : own;
+// The elements that a process has: [[offsets, sizes], ...], or null for all.
+Json boxes_of(const LocalTensor& part) {
+  if (part.placement.is_whole()) return {};
+  Json boxes = Json::array();
+  for (const PlacedBox& placed : part.boxes())
+    boxes.push_back({placed.box.offsets, placed.box.sizes});
+  return boxes;
 }
 
-// What each process tells the others: [name, first, count, whole, of_first_process, bytes].
+// What each process tells the others: [name, boxes, of_first_process, bytes].
 Json describe_parts(const TensorGroup& group) {
   Json parts = Json::array();
-  for (const TensorPart& part : group.parts) {
-    parts.push_back({part.name, part.first, part.count, part.is_whole(), part.of_first_process,
-                     part.data.nbytes()});
+  for (const LocalTensor& part : group.parts) {
+    parts.push_back({part.name, boxes_of(part), group.of_first_process.contains(part.name),
+                     part.tensor.nbytes()});
   }
   return parts;
 }
 
-// The name of the one that writes each part that several have: (name, first, count) to rank.
-using PartKey = std::tuple<std::string, std::int64_t, std::int64_t>;
+// Who writes each part that several have: the tensor's name and the boxes' text, to rank.
+using PartKey = std::pair<std::string, std::string>;
 
 struct GroupPlan {
   bool whole = true;
@@ -110,12 +83,11 @@ GroupPlan plan_group(const std::vector<Json>& by_rank, std::size_t index,
   std::map<PartKey, Candidate> parts;
   for (std::size_t rank = 0; rank < by_rank.size(); ++rank) {
     for (const Json& part : by_rank[rank]) {
-      Candidate& candidate = parts[{part[0].get<std::string>(), part[1].get<std::int64_t>(),
-                                    part[2].get<std::int64_t>()}];
+      Candidate& candidate = parts[{part[0].get<std::string>(), part[1].dump()}];
       candidate.ranks.push_back(static_cast<int>(rank));
-      candidate.bytes = part[5].get<std::uint64_t>();
-      candidate.of_first = part[4].get<bool>();
-      plan.whole = plan.whole && part[3].get<bool>();
+      candidate.bytes = part[3].get<std::uint64_t>();
+      candidate.of_first = part[2].get<bool>();
+      plan.whole = plan.whole && part[1].is_null();
       replicas_differ = replicas_differ || candidate.of_first;
     }
   }
@@ -204,42 +176,19 @@ std::vector<std::string> files_of_hooks(const fs::path& folder) {
 
 }  // namespace
 
-bool TensorPart::is_whole() const noexcept { return count == elements_of(shape); }
-
-TensorPart whole_part(std::string name, const at::Tensor& tensor) {
-  return {std::move(name), tensor.sizes().vec(), {}, 0, tensor.numel(), countable(tensor)};
-}
-
-TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data) {
-  TensorPart part = {shard.name,   shard.global_shape, {},
-                     shard.offset, shard.elements,     countable(data)};
-  const auto order = memory_order(shard.global_shape, shard.global_strides);
-  if (!part.is_whole()) {
-    part.order = order;
-  } else if (data.sizes() != at::IntArrayRef(shard.global_shape)) {
-    // All of it on one process, and still flat.
-    std::vector<std::int64_t> sizes = shard.global_shape;
-    std::vector<std::int64_t> back(sizes.size());
-    std::iota(back.begin(), back.end(), 0);
-    for (std::size_t i = 0; i < order.size(); ++i) {
-      sizes[i] = shard.global_shape[static_cast<std::size_t>(order[i])];
-      back[static_cast<std::size_t>(order[i])] = static_cast<std::int64_t>(i);
-    }
-    part.data = part.data.view(sizes).permute(back);
-  }
-  return part;
+at::Tensor as_saved(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach();
+  return own.scalar_type() == at::kFloat4_e2m1fn_x2 ? own.view(at::kByte) : own;
 }
 
 TensorGroup module_group(const parallel::Strategy& strategy, std::string name) {
   TensorGroup group;
   group.name = std::move(name);
-  for (const parallel::ParameterShard& shard : strategy.shards()) {
-    group.parts.push_back(part_of(shard, shard.leaf));
-  }
+  group.parts = strategy.shards();
   const ModuleRecord& module = strategy.module();
   for (const NamedTensor& buffer : module.buffers()) {
-    group.parts.push_back(whole_part(buffer.name, buffer.tensor));
-    group.parts.back().of_first_process = true;
+    group.parts.push_back(whole_tensor(buffer.name, buffer.tensor));
+    group.of_first_process.insert(buffer.name);
   }
   std::set<std::string> stored;
   for (const auto* tensors : {&module.parameters(), &module.buffers()}) {
@@ -276,8 +225,10 @@ Save::Save(comm::Group group, fs::path folder) : group_(std::move(group)) {
 }
 
 void Save::add(TensorGroup tensors) {
-  std::erase_if(tensors.parts,
-                [](const TensorPart& part) { return part.count == 0 && !part.is_whole(); });
+  std::erase_if(tensors.parts, [](const LocalTensor& part) {
+    return part.placement.count() == 0 && !part.placement.is_whole();
+  });
+  for (LocalTensor& part : tensors.parts) part.tensor = as_saved(part.tensor);
   groups_.push_back(std::move(tensors));
 }
 
@@ -301,8 +252,8 @@ void Save::plan() {
   together(group_, "planning the checkpoint", folder_.string(), [&] {
     for (const TensorGroup& group : groups_) {
       // Refuses what a file cannot hold, by name.
-      for (const TensorPart& part : group.parts)
-        static_cast<void>(tensor_info({part.name, part.data}));
+      for (const LocalTensor& part : group.parts)
+        static_cast<void>(tensor_info({part.name, part.tensor}));
     }
     std::vector<std::uint64_t> load(all.size());
     const auto self = static_cast<std::size_t>(group_.rank());
@@ -323,13 +274,13 @@ void Save::plan() {
       const std::string suffix = plan.whole ? std::string() : text::concat(".rank", group_.rank());
       out.name =
           groups_[g].name + suffix + (plan.whole && groups_[g].python ? ".bin" : ".safetensors");
-      for (const TensorPart& part : groups_[g].parts) {
+      for (const LocalTensor& part : groups_[g].parts) {
         const int writer =
-            plan.whole ? plan.owner : plan.writers.at({part.name, part.first, part.count});
+            plan.whole ? plan.owner : plan.writers.at({part.name, boxes_of(part).dump()});
         if (writer == group_.rank()) out.parts.push_back(part);
       }
       if (!out.parts.empty() || (plan.whole && plan.owner == group_.rank())) {
-        for (const TensorPart& part : out.parts) total_bytes_ += part.data.nbytes();
+        for (const LocalTensor& part : out.parts) total_bytes_ += part.tensor.nbytes();
         mine_.push_back(std::move(out));
       }
     }
@@ -351,9 +302,9 @@ void Save::plan() {
 void Save::take_snapshot() {
   const at::NoGradGuard no_grad;
   for (OutFile& file : mine_) {
-    for (TensorPart& part : file.parts) {
-      const at::Tensor host = on_host(part.data);
-      part.data = host.is_alias_of(part.data) ? host.clone() : host;
+    for (LocalTensor& part : file.parts) {
+      const at::Tensor host = on_host(part.tensor);
+      part.tensor = host.is_alias_of(part.tensor) ? host.clone() : host;
     }
   }
   // The others' parts would keep what has just been copied elsewhere alive.
@@ -361,11 +312,14 @@ void Save::take_snapshot() {
 }
 
 Json Save::file_report(const OutFile& file, io::CheckedWriter& out,
-                       const std::map<std::string_view, std::uint64_t>& positions) const {
+                       const Positions& positions) const {
   Json tensors = Json::array();
-  for (const TensorPart& part : file.parts) {
-    tensors.push_back({part.name, std::string(st::name(file_dtype(part.data.scalar_type()))),
-                       part.shape, part.order, part.first, part.count, positions.at(part.name)});
+  for (const LocalTensor& part : file.parts) {
+    Json boxes = Json::array();
+    for (const auto& [box, position] : positions.at(part.name))
+      boxes.push_back({position, box.offsets, box.sizes});
+    tensors.push_back({part.name, std::string(st::name(file_dtype(part.tensor.scalar_type()))),
+                       part.placement.shape(), std::move(boxes)});
   }
   const std::uint64_t bytes = out.size();
   return {{"name", file.name},
@@ -378,22 +332,27 @@ Json Save::file_report(const OutFile& file, io::CheckedWriter& out,
 Json Save::write_tensors(const OutFile& file) {
   const TensorGroup& group = groups_[file.group];
   std::vector<st::TensorInfo> infos;
-  std::map<std::string_view, const TensorPart*> by_name;
-  for (const TensorPart& part : file.parts) {
-    st::TensorInfo info = tensor_info({part.name, part.data});
-    if (!part.is_whole()) info.shape = {part.count};
-    infos.push_back(std::move(info));
-    by_name.emplace(part.name, &part);
+  // By their names in the file: of a part, "weight[0:4, 0:16]".
+  std::map<std::string, std::pair<const LocalTensor*, PlacedBox>> entries;
+  for (const LocalTensor& part : file.parts) {
+    for (PlacedBox& placed : part.boxes()) {
+      st::TensorInfo info = tensor_info({part.name, part.tensor});
+      if (!part.placement.is_whole()) info.name += placed.box.text();
+      info.shape = placed.box.sizes;
+      entries.emplace(info.name, std::pair(&part, std::move(placed)));
+      infos.push_back(std::move(info));
+    }
   }
   std::map<std::string, std::string> metadata = group.aliases;
   metadata.emplace("format", "pt");
   const st::Header header(std::move(infos), std::move(metadata));
   io::CheckedWriter out(partial_ / file.name, header.file_bytes());
   out.append(std::as_bytes(std::span(header.text())));
-  std::map<std::string_view, std::uint64_t> positions;
+  Positions positions;
   for (const st::TensorInfo& info : header.tensors()) {
-    const auto host = std::make_shared<const at::Tensor>(on_host(by_name.at(info.name)->data));
-    positions.emplace(info.name, out.size());
+    const auto& [part, placed] = entries.at(info.name);
+    const auto host = std::make_shared<const at::Tensor>(on_host(part->view(placed)));
+    positions[part->name].emplace_back(placed.box, out.size());
     out.append(bytes_of(*host), host);
     written_bytes_ += host->nbytes();
   }
@@ -401,15 +360,16 @@ Json Save::write_tensors(const OutFile& file) {
 }
 
 Json Save::write_python(const OutFile& file) {
-  std::vector<TensorPart> parts = file.parts;
-  for (TensorPart& part : parts) {
-    part.data = on_host(part.data);
-    if (part.data.storage().nbytes() != part.data.nbytes()) part.data = part.data.clone();
+  std::vector<NamedTensor> whole;
+  for (const LocalTensor& part : file.parts) {
+    at::Tensor host = on_host(part.view(part.boxes().at(0)));
+    if (host.storage().nbytes() != host.nbytes()) host = host.clone();
+    whole.push_back({part.name, std::move(host)});
   }
-  const Pickled pickled = pickle(groups_[file.group].python(parts));
+  const Pickled pickled = pickle(groups_[file.group].python(whole));
   std::unordered_map<const void*, std::uint64_t> places;
   for (const at::Tensor& storage : pickled.storages) places.emplace(storage.const_data_ptr(), 0);
-  const auto kept = std::make_shared<const std::vector<TensorPart>>(std::move(parts));
+  const auto kept = std::make_shared<const std::vector<NamedTensor>>(std::move(whole));
   const fs::path path = partial_ / file.name;
   // While this thread computes the archive's own checksums, the writer's writes what has them.
   io::CheckedWriter out(path);
@@ -426,9 +386,11 @@ Json Save::write_python(const OutFile& file) {
         written_bytes_ += bytes.size();
       },
       path.string());
-  std::map<std::string_view, std::uint64_t> positions;
-  for (const TensorPart& part : *kept)
-    positions.emplace(part.name, part.count > 0 ? places.at(part.data.const_data_ptr()) : 0);
+  Positions positions;
+  for (const auto& [tensor_name, host] : *kept) {
+    positions[tensor_name].emplace_back(Box::whole(host.sizes().vec()),
+                                        host.numel() > 0 ? places.at(host.const_data_ptr()) : 0);
+  }
   return file_report(file, out, positions);
 }
 
@@ -467,20 +429,21 @@ void Save::complete(const std::vector<std::string>& reports) {
       if (!entry.contains("group")) continue;
       auto& tensors = manifest.groups[entry["group"].get<std::string>()];
       for (const Json& tensor : entry["tensors"]) {
-        io::SavedTensor& saved = tensors[tensor[0].get<std::string>()];
         const auto dtype = *st::parse_dtype(tensor[1].get<std::string>());
         const auto shape = tensor[2].get<std::vector<std::int64_t>>();
-        const auto order = tensor[3].get<std::vector<std::int64_t>>();
-        if (!saved.pieces.empty() &&
-            (saved.dtype != dtype || saved.shape != shape || saved.order != order)) {
+        io::SavedTensor& saved =
+            tensors.try_emplace(tensor[0].get<std::string>(), io::SavedTensor{dtype, shape, {}, {}})
+                .first->second;
+        if (saved.dtype != dtype || saved.shape != shape) {
           throw StateError(text::concat("The processes have different shapes or dtypes of '",
                                         tensor[0].get<std::string>(), "'."));
         }
-        saved.dtype = dtype;
-        saved.shape = shape;
-        saved.order = order;
-        saved.pieces.push_back({manifest.files.size() - 1, tensor[4].get<std::int64_t>(),
-                                tensor[5].get<std::int64_t>(), tensor[6].get<std::uint64_t>()});
+        for (const Json& box : tensor[3]) {
+          saved.boxes.push_back(
+              {manifest.files.size() - 1,
+               box[0].get<std::uint64_t>(),
+               {box[1].get<std::vector<std::int64_t>>(), box[2].get<std::vector<std::int64_t>>()}});
+        }
       }
     }
   }

@@ -1,5 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <accelerate/io/box_reader.hpp>
 #include <accelerate/io/manifest.hpp>
 
 #include <CLI/CLI.hpp>
@@ -20,54 +21,20 @@ namespace st = io::safetensors;
 
 constexpr std::uint64_t kAtOnce = std::uint64_t{8} << 20;
 
-/// Row-major bytes of a tensor whose dimensions lie in another order.
-std::vector<std::byte> in_rows(const std::vector<std::byte>& bytes, const io::SavedTensor& tensor) {
-  const std::size_t size = static_cast<std::size_t>(st::bits(tensor.dtype)) / 8;
-  const std::size_t dims = tensor.shape.size();
-  std::vector<std::int64_t> strides(dims);  // of each dimension, as the bytes lie
-  std::int64_t stride = 1;
-  for (std::size_t i = dims; i-- > 0;) {
-    const auto d = static_cast<std::size_t>(tensor.order[i]);
-    strides[d] = stride;
-    stride *= tensor.shape[d];
-  }
-  std::vector<std::byte> rows(bytes.size());
-  std::vector<std::int64_t> index(dims, 0);
-  std::int64_t from = 0;
-  for (std::size_t to = 0; to < rows.size(); to += size) {
-    std::copy_n(
-        bytes.begin() + static_cast<std::ptrdiff_t>(from) * static_cast<std::ptrdiff_t>(size), size,
-        rows.begin() + static_cast<std::ptrdiff_t>(to));
-    for (std::size_t d = dims; d-- > 0;) {
-      from += strides[d];
-      if (++index[d] < tensor.shape[d]) break;
-      from -= strides[d] * tensor.shape[d];
-      index[d] = 0;
-    }
-  }
-  return rows;
-}
-
 void write_shard(const fs::path& path, std::vector<st::TensorInfo> infos,
                  const std::map<std::string, std::string>& metadata, const io::Manifest& manifest,
-                 const std::string& group, io::PieceReader& reader) {
+                 const std::string& group, io::BoxReader& reader) {
   st::Writer writer(path, st::Header(std::move(infos), metadata));
   std::vector<std::byte> buffer;
   for (const st::TensorInfo& info : writer.header().tensors()) {
-    const io::SavedTensor& tensor = *manifest.find(group, info.name);
-    const std::int64_t elements = tensor.elements();
-    if (!tensor.order.empty()) {
-      buffer.resize(tensor.bytes(elements));
-      reader.read(tensor, 0, elements, buffer.data());
-      writer.write(info, in_rows(buffer, tensor));
-      continue;
-    }
-    const auto step =
-        static_cast<std::int64_t>(kAtOnce * 8 / static_cast<std::uint64_t>(st::bits(tensor.dtype)));
-    for (std::int64_t first = 0; first < elements; first += step) {
-      const std::int64_t count = std::min(step, elements - first);
+    const io::SavedTensor& saved = *manifest.find(group, info.name);
+    const io::SavedTensor tensor = st::bits(saved.dtype) % 8 == 0 ? saved : saved.as_bytes();
+    const Placement all(tensor.shape);
+    const auto step = static_cast<std::int64_t>(kAtOnce / tensor.bytes(1));
+    for (std::int64_t first = 0; first < all.count(); first += step) {
+      const std::int64_t count = std::min(step, all.count() - first);
       buffer.resize(tensor.bytes(count));
-      reader.read(tensor, first, count, buffer.data());
+      reader.read(tensor, all.run(first, count).boxes(), buffer.data());
       writer.write(info, buffer, tensor.bytes(first));
     }
   }
@@ -94,7 +61,7 @@ void merge(const fs::path& checkpoint, const fs::path& out, const std::string& m
     std::vector<bool> needed(manifest.files.size(), false);
     std::vector<st::TensorInfo> infos;
     for (const auto& [name, tensor] : tensors) {
-      for (const io::Piece& piece : tensor.pieces) needed[piece.file] = true;
+      for (const io::SavedBox& own : tensor.boxes) needed[own.file] = true;
       infos.push_back({name, tensor.dtype, tensor.shape});
     }
     for (std::size_t f = 0; f < needed.size(); ++f) {
@@ -106,7 +73,7 @@ void merge(const fs::path& checkpoint, const fs::path& out, const std::string& m
     std::map<std::string, std::string> metadata{{"format", "pt"}};
     if (const auto aliases = manifest.aliases.find(group); aliases != manifest.aliases.end())
       metadata.insert(aliases->second.begin(), aliases->second.end());
-    io::PieceReader reader(in, manifest);
+    io::BoxReader reader(in, manifest);
     const auto files =
         st::write_shards(out, group, st::split(std::move(infos), most),
                          [&](const fs::path& path, const std::vector<st::TensorInfo>& shard) {

@@ -2,11 +2,18 @@
 #include "comm/gloo_backend.hpp"
 
 #include <accelerate/base/environment.hpp>
+#include <accelerate/base/log.hpp>
+#include <accelerate/base/text.hpp>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+
+#include <exception>
+#include <mutex>
+#include <string_view>
+#include <typeinfo>
 
 namespace accelerate::comm {
 namespace {
@@ -83,12 +90,38 @@ class GlooBackend final : public c10d::ProcessGroupGloo {
   }
 };
 
+std::terminate_handler terminate_before = nullptr;
+
+// Gloo throws on a thread of its own when a message has another size than its receiver has room
+// for, which ends the process: nobody can catch that, but it can be explained.
+void explain_and_terminate() {
+  if (const std::exception_ptr error = std::current_exception()) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& thrown) {
+      if (std::string_view(typeid(thrown).name()).find("4gloo") != std::string_view::npos) {
+        log::error(text::concat(
+            "Gloo ends this process, because another rank sent it a message of an unexpected size: "
+            "the ranks called different collectives, or the same one with tensors of different "
+            "shapes. Run with ACCELERATE_DEBUG_MODE=1, which compares the calls and names those "
+            "that differ. Gloo says: ",
+            thrown.what()));
+      }
+    } catch (...) {
+      // Not Gloo's.
+    }
+  }
+  terminate_before();
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                     int rank, int size,
                                                     std::chrono::milliseconds timeout,
                                                     const std::string& interface) {
+  static std::once_flag explained;
+  std::call_once(explained, [] { terminate_before = std::set_terminate(explain_and_terminate); });
   using Options = c10d::ProcessGroupGloo::Options;
   c10::intrusive_ptr<Options> options;
   if (interface.empty() || Environment::process().has("GLOO_SOCKET_IFNAME")) {

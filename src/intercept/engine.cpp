@@ -2,7 +2,7 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/core/memory_kind.hpp>
 #include <intercept/engine.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -169,7 +169,7 @@ void Engine::drop_all_but(const std::vector<int>& wanted) {
 
 void Engine::demand(TaggedStorage& storage) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   Entry& entry = entries_[static_cast<std::size_t>(storage.id())];
   storage.cancel_empty();
   if (storage.ready()) return;  // another thread was faster
@@ -236,7 +236,7 @@ void Engine::will_write(TaggedStorage& storage, const at::Tensor& view) {
 
 void Engine::written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const bool all = (op == "aten::copy_" || op == "aten::fill_" || op == "aten::zero_") &&
                    view.is_non_overlapping_and_dense();
   for_parameters_in(
@@ -252,7 +252,7 @@ void Engine::repointed(TaggedStorage& storage) {
 
 void Engine::begin_pass(Pass kind) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   if (pass_open_) {
     if (options_.all_every_pass) start_all();  // a step has made them absent
     return;
@@ -277,7 +277,7 @@ void Engine::begin_pass(Pass kind) {
 void Engine::end_pass() {
   const std::lock_guard lock(mutex_);
   if (!pass_open_) return;
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   if (std::exchange(pass_forgotten_, false)) {
     trace().begin();
   } else {
@@ -297,7 +297,7 @@ void Engine::abandon_pass() {
   {
     const std::lock_guard lock(mutex_);
     pass_forgotten_ = pass_open_;
-    const Quiet quiet;
+    const InternalOpsGuard internal;
     for (Entry& entry : entries_) {
       if (entry.state != State::arriving) continue;
       try {
@@ -309,7 +309,7 @@ void Engine::abandon_pass() {
   }
   end_pass();
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (Entry& entry : entries_) let_go(entry);  // ranks may have come to different units
 }
 
@@ -320,7 +320,7 @@ bool Engine::in_pass(Pass kind) const {
 
 void Engine::prefetch(int units) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (const int index : next_units(units)) {
     Entry& ahead = entries_[static_cast<std::size_t>(index)];
     if (ahead.state == State::absent) start(ahead, /*ahead=*/true);
@@ -334,7 +334,7 @@ void Engine::refresh() {
 
 void Engine::refresh(const Unit& unit, const std::vector<bool>& changed) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   outdate(entries_[static_cast<std::size_t>(unit.index())]);
   for (std::size_t p = 0; p < changed.size(); ++p) {
     if (changed[p]) unit.parameters()[p].parameter.unsafeGetTensorImpl()->bump_version();
@@ -346,7 +346,7 @@ void Engine::restore() {
   end_pass();
   take_assigned();
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (const auto& unit : units_) unit->untag(residency_.bring_full(*unit));
   restored_ = true;
 }
@@ -360,7 +360,7 @@ void Engine::take_assigned() {
 
 void Engine::take_assigned(Unit& unit) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   unit.take_assigned([&](const UnitParameter& parameter, const at::Tensor& flat) {
     const std::int64_t end = parameter.offset + parameter.elements;
     residency_.write_back(unit, parameter, {parameter.offset, end, /*all=*/true}, flat);
@@ -383,7 +383,7 @@ Engine::FullParameters::FullParameters(Engine& engine, bool write_back)
     throw StateError("A scope of full parameters is open already; they do not nest.");
   engine_.take_assigned();
   const std::lock_guard lock(engine_.mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (const auto& unit : engine_.units_) flats_.push_back(engine_.residency_.bring_full(*unit));
   for (std::size_t i = 0; i < flats_.size(); ++i) {
     accumulators_.push_back(engine_.units_[i]->accumulators());
@@ -394,7 +394,7 @@ Engine::FullParameters::FullParameters(Engine& engine, bool write_back)
 
 Engine::FullParameters::~FullParameters() {
   const std::lock_guard lock(engine_.mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   --engine_.full_scopes_;
   for (std::size_t i = 0; i < flats_.size(); ++i) {
     // Whoever wrote to a parameter has raised its version.

@@ -54,6 +54,9 @@ struct EngineOptions {
   /// Whether a unit above the limit is brought all the same, with nothing ahead of it. Otherwise it
   /// is refused.
   bool oversized_alone = false;
+  /// What a program is to do instead, where its use of a parameter's memory is refused: sentences
+  /// that the refusal ends with.
+  std::string advice = {};
 };
 
 /// Counts since the last reset.
@@ -150,6 +153,7 @@ class Engine final : public TaggedStorage::Owner {
   void will_write(TaggedStorage& storage, const at::Tensor& view) override;
   void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) override;
   void repointed(TaggedStorage& storage) override;
+  std::string advice() const override { return options_.advice; }
 
  private:
   enum class State { absent, arriving, resident };

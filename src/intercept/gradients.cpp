@@ -3,8 +3,8 @@
 #include <accelerate/core/memory_kind.hpp>
 #include <intercept/backward_end.hpp>
 #include <intercept/gradients.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/policies.hpp>
-#include <intercept/quiet.hpp>
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -198,7 +198,7 @@ void for_pieces(const Unit& unit, const UnitParameter& parameter, const Act& act
 void Gradients::clear(const ParameterSet& parameters) {
   settle();
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (std::size_t u = 0; u < parameters.size(); ++u) {
     Collected& collected = collected_[u];
     for (std::size_t p = 0; p < parameters[u].size(); ++p) {
@@ -247,7 +247,7 @@ void Gradients::settle() {
     const std::lock_guard lock(mutex_);
     if (!failed_ || in_session_) return;
     failed_ = false;
-    const Quiet quiet;
+    const InternalOpsGuard internal;
     const MemoryKindScope kind(MemoryKind::gradients);
     sink_.abandon();
   }
@@ -281,7 +281,7 @@ void Gradients::notice_cleared(std::size_t u, std::size_t p) {
   collected.standing[p] = false;
   UnitGradients& kept = collected.gradients;
   if (kept.flat.defined() && kept.used[p]) {
-    const Quiet quiet;
+    const InternalOpsGuard internal;
     for_pieces(unit, parameter, [&](std::int64_t, std::int64_t in_flat, std::int64_t count) {
       kept.flat.narrow(0, in_flat, count).zero_();
     });
@@ -294,7 +294,7 @@ void Gradients::notice_cleared(std::size_t u, std::size_t p) {
 // Before a gradient is accumulated: into nothing, and not into what stands for the one of before.
 void Gradients::make_way(std::size_t u, std::size_t p) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const Unit& unit = *engine_.units()[u];
   if (!accumulates(unit.parameters()[p].parameter)) return;
   present_task();  // so that the session, at whose end stand-ins come back, lasts until it is over
@@ -306,7 +306,7 @@ void Gradients::make_way(std::size_t u, std::size_t p) {
 
 void Gradients::receive(std::size_t u, std::size_t p) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   Task& task = present_task();
   task.awaited[u][p] = false;
   collect(u, p);
@@ -380,7 +380,7 @@ std::vector<int> Gradients::reduction_order() const {
 
 void Gradients::give_kept(const Unit& unit) {
   const std::lock_guard lock(mutex_);
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   give(static_cast<std::size_t>(unit.index()));
 }
 
@@ -456,7 +456,7 @@ void Gradients::task_over(int id, bool failed) {
 bool Gradients::end_session_if_over() {
   if (!in_session_ || scopes_ > 0 || !tasks_.empty()) return false;
   in_session_ = false;
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const MemoryKindScope kind(MemoryKind::gradients);
   try {
     if (reduce_) {

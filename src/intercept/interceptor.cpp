@@ -1,8 +1,8 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <intercept/holds.hpp>
 #include <intercept/key.hpp>
 #include <intercept/policies.hpp>
+#include <intercept/storage_holds.hpp>
 #include <intercept/tagged_storage.hpp>
 
 #include <ATen/autocast_mode.h>
@@ -71,9 +71,10 @@ void refuse_replacement(const c10::OperatorHandle& op, const TaggedStorage& stor
        {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}) {
     if (name == replaces) {
       throw ShardingError(text::concat(
-          "'", name, "' was called on a sharded parameter of '", storage.name(),
-          "'. Its storage belongs to the strategy; change a parameter's shape or storage "
-          "before prepare(), or write its values with copy_()."));
+          "'", name, "' was called on a parameter of '", storage.name(),
+          "', whose memory comes and goes, so it cannot be given other memory. Write its values "
+          "with copy_(). ",
+          storage.owner().advice()));
     }
   }
 }
@@ -99,7 +100,7 @@ void refuse_local_norm(const c10::OperatorHandle& op, const at::Tensor& part,
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (policies_exist() && replace_operator(op, *stack)) return;
-  Holds holds;
+  StorageHolds holds;
   std::vector<Write> writes;
   std::vector<PolicyRecord*> written_with_policies;
   const auto& declared = op.schema().arguments();
@@ -164,7 +165,7 @@ struct Typed<Op, Result(Arguments...)> {
           c10::BoxedKernel::makeFromFunction<&fallback>(), op(), keys,
           std::forward<Arguments>(arguments)...);
     }
-    Holds holds;
+    StorageHolds holds;
     (hold(holds, arguments), ...);
     const Below below;
     const NoWeightCache no_weight_cache(keys);
@@ -193,12 +194,12 @@ struct Typed<Op, Result(Arguments...)> {
   static bool is_written(Other&&) {
     return false;
   }
-  static void hold(Holds& holds, const at::Tensor& tensor) { holds.add(tensor); }
-  static void hold(Holds& holds, const std::optional<at::Tensor>& tensor) {
+  static void hold(StorageHolds& holds, const at::Tensor& tensor) { holds.add(tensor); }
+  static void hold(StorageHolds& holds, const std::optional<at::Tensor>& tensor) {
     if (tensor) holds.add(*tensor);
   }
   template <class Other>
-  static void hold(Holds&, const Other&) {}
+  static void hold(StorageHolds&, const Other&) {}
 };
 
 template <class... Ops>
@@ -314,7 +315,7 @@ struct Registration {
       throw UnsupportedError(
           text::concat("Another library in this process has registered ", found,
                        " for the dispatch key ", c10::toString(kTag),
-                       ", which sharding needs for itself. Do not load both, or change kTag in "
+                       ", which this library needs for itself. Do not load both, or change kTag in "
                        "src/intercept/key.hpp to another "
                        "free key and rebuild."));
     }

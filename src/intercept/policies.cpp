@@ -1,7 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/policies.hpp>
-#include <intercept/quiet.hpp>
 #include <intercept/tagged_storage.hpp>
 
 #include <torch/csrc/autograd/function.h>
@@ -482,7 +482,7 @@ PolicyAttachment attach(const at::Tensor& parameter, std::shared_ptr<OperatorPol
   layer->operators = operators_of(*policy);
   layer->policy = std::move(policy);
   install();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   Registry& registry = Registry::instance();
   std::shared_ptr<PolicyRecord> record;
   {

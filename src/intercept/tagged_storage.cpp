@@ -34,7 +34,7 @@ void refuse_access(c10::StorageImpl& storage, const std::string& message, at::De
 class GivenUp final : public c10::Allocator {
  public:
   // Never destroyed: storages may outlive static destruction.
-  static GivenUp& saying(const char* message) {
+  static GivenUp& with_message(const char* message) {
     static std::mutex mutex;
     static auto* const all = new std::map<const char*, GivenUp*>;
     const std::lock_guard lock(mutex);
@@ -107,7 +107,7 @@ TaggedStorage::TaggedStorage(int id, std::string name, std::int64_t elements, at
 
 TaggedStorage::~TaggedStorage() {
   refuse_access(*storage_.unsafeGetStorageImpl(), kGone, device_);
-  storage_.unsafeGetStorageImpl()->set_allocator(&GivenUp::saying(kGone));
+  storage_.unsafeGetStorageImpl()->set_allocator(&GivenUp::with_message(kGone));
 }
 
 TaggedStorage* TaggedStorage::of(const at::TensorBase& tensor) {
@@ -135,16 +135,12 @@ void TaggedStorage::fill(at::Tensor contents) {
 }
 
 at::Tensor TaggedStorage::empty() {
-  refuse_access(
-      *storage_.unsafeGetStorageImpl(),
-      text::concat(
-          "The parameters of '", name_,
-          "' are sharded or offloaded and not in memory now, so their data has no address. Use "
-          "them through tensor operators. Before code that reads raw memory, such as torch::save() "
-          "or data_ptr(), call remove_offload() on a dispatched module, or open "
-          "summon_full_params() on a sharded one. To save a prepared module, call "
-          "accelerator.save_model(), or save what its state_dict() returns."),
-      device_);
+  refuse_access(*storage_.unsafeGetStorageImpl(),
+                text::concat("The parameters of '", name_,
+                             "' are not in memory now, so their data has no address. Use them "
+                             "through tensor operators. ",
+                             owner_->advice()),
+                device_);
   return std::exchange(contents_, {});
 }
 
@@ -156,15 +152,14 @@ bool TaggedStorage::want_empty() noexcept {
 }
 
 c10::DataPtr TaggedStorage::allocate(std::size_t bytes) {
-  throw ShardingError(
-      text::concat("Something tried to resize the storage of the sharded parameters of '", name_,
-                   "' to ", bytes, " bytes. Change a parameter's shape before prepare()."));
+  throw ShardingError(text::concat("Something tried to resize the memory of the parameters of '",
+                                   name_, "' to ", bytes, " bytes, which belongs to them all. ",
+                                   owner_->advice()));
 }
 
 void TaggedStorage::copy_data(void*, const void*, std::size_t) const {
-  throw ShardingError(
-      text::concat("Something tried to copy the storage of the sharded parameters of '", name_,
-                   "' as a whole. Copy the tensors instead."));
+  throw ShardingError(text::concat("Something tried to copy the memory of the parameters of '",
+                                   name_, "' as a whole. Copy the tensors instead."));
 }
 
 void set_tag(const at::Tensor& tensor, bool on) {
@@ -202,7 +197,7 @@ at::Tensor given_up(const at::Tensor& like, const char* message) {
   const at::Device meta(at::kMeta);
   c10::Storage storage(c10::Storage::use_byte_size_t(),
                        static_cast<std::size_t>(like.storage().nbytes()),
-                       c10::DataPtr(nullptr, meta), &GivenUp::saying(message),
+                       c10::DataPtr(nullptr, meta), &GivenUp::with_message(message),
                        /*resizable=*/true);
   refuse_access(*storage.unsafeGetStorageImpl(), message, meta);
   return tensor_over(storage, tagged_keys(like.scalar_type(), meta), like.scalar_type(),

@@ -15,7 +15,7 @@ namespace accelerate::intercept {
 
 /// A storage whose memory comes and goes under the tensors that view it. It is never replaced, so a
 /// tensor that autograd saved finds the memory again when backward comes to it. While it is empty,
-/// every access to its data through ATen throws a sentence that names it.
+/// every access to its data through ATen throws an error that names it.
 ///
 /// It is found from a tensor in constant time and without a lock, because it is the `Allocator`
 /// that the StorageImpl points to. That also catches whoever tries to resize the storage.
@@ -34,6 +34,9 @@ class TaggedStorage final : public c10::Allocator {
     virtual void written(TaggedStorage& storage, const at::Tensor& view, const std::string& op) = 0;
     /// `set_data` is about to point a tensor of this storage elsewhere. May throw.
     virtual void repointed(TaggedStorage&) {}
+    /// What a program is to do instead, where its use of the storage is refused: sentences that the
+    /// refusal ends with.
+    virtual std::string advice() const { return {}; }
 
    protected:
     ~Owner() = default;

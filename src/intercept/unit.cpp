@@ -1,7 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/policies.hpp>
-#include <intercept/quiet.hpp>
 #include <intercept/replace.hpp>
 #include <intercept/unit.hpp>
 
@@ -27,20 +27,20 @@ std::vector<UnitParameter> checked(const std::string& unit,
   for (const auto& [name, tensor] : parameters) {
     if (is_claimed(tensor)) {
       throw ShardingError(
-          text::concat("The parameter '", name,
-                       "' is already sharded or offloaded. A module can be prepared "
-                       "once; restore it before it is prepared in another way."));
+          text::concat("The memory of the parameter '", name,
+                       "' comes and goes already. End that, with restore() or remove_offload(), "
+                       "before it is sharded or offloaded in another way."));
     }
     if (!tensor.is_leaf()) {
       throw ShardingError(text::concat(
           "The parameter '", name,
           "' is not a leaf of the graph (it was computed from another "
-          "tensor), so it cannot be sharded. Register a leaf tensor as the parameter."));
+          "tensor), so its memory cannot come and go. Register a leaf tensor as the parameter."));
     }
     if (tensor.layout() != c10::Layout::Strided) {
-      throw UnsupportedError(text::concat("The parameter '", name, "' has layout ", tensor.layout(),
-                                          "; only dense parameters "
-                                          "can be sharded. Leave its module out of sharding."));
+      throw UnsupportedError(text::concat(
+          "The parameter '", name, "' has layout ", tensor.layout(),
+          "; only the memory of dense parameters can come and go. Leave its module out."));
     }
     if (tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device()) {
       throw ShardingError(text::concat("The unit '", unit, "' mixes ", first.scalar_type(), " on ",
@@ -89,7 +89,7 @@ at::Tensor Unit::over(const at::Tensor& flat, const UnitParameter& parameter) {
 }
 
 at::Tensor Unit::flatten() const {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   at::Tensor flat = at::zeros({layout_.total()}, at::TensorOptions(device()).dtype(dtype_));
   for (const UnitParameter& parameter : parameters_)
     over(flat, parameter).copy_(parameter.parameter);
@@ -97,7 +97,7 @@ at::Tensor Unit::flatten() const {
 }
 
 void Unit::tag() {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (const UnitParameter& parameter : parameters_) tag(parameter);
 }
 
@@ -107,7 +107,7 @@ void Unit::tag(const UnitParameter& parameter) {
 }
 
 void Unit::untag(const at::Tensor& flat) {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   for (UnitParameter& parameter : parameters_) {
     parameter.parameter.set_data(over(flat, parameter).detach());
     follow_with_policies(parameter.parameter);

@@ -20,7 +20,8 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::string_view kFormat = "accelerate-cpp checkpoint";
-constexpr int kVersion = 1;
+// Version 1 had runs of consecutive elements where there are boxes now.
+constexpr int kVersion = 2;
 
 std::string first_line(std::string_view rest) {
   const auto bytes = std::as_bytes(std::span(rest.data(), rest.size()));
@@ -31,7 +32,62 @@ std::size_t blocks_of(std::uint64_t bytes) {
   return static_cast<std::size_t>((bytes + kChecksumBlock - 1) / kChecksumBlock);
 }
 
+// A number that is one: not 0.5, and not one that only unsigned numbers reach.
+std::int64_t integer(const Json& json) {
+  if (json.is_number_unsigned() && json.get<std::uint64_t>() > std::uint64_t{1} << 62)
+    throw DataError(text::concat("The number ", json.dump(), " in it is too large."));
+  if (!json.is_number_integer())
+    throw DataError(text::concat("It has ", json.dump(), " where a whole number belongs."));
+  return json.get<std::int64_t>();
+}
+
+std::uint64_t natural(const Json& json) {
+  const std::int64_t number = integer(json);
+  if (number < 0)
+    throw DataError(text::concat("It has ", number, " where no negative number belongs."));
+  return static_cast<std::uint64_t>(number);
+}
+
+std::vector<std::int64_t> integers(const Json& json) {
+  if (!json.is_array())
+    throw DataError(text::concat("It has ", json.dump(), " where a list of numbers belongs."));
+  std::vector<std::int64_t> numbers;
+  for (const Json& number : json) numbers.push_back(integer(number));
+  return numbers;
+}
+
+SavedBox parse_box(const Json& entry) {
+  if (!entry.is_array() || entry.size() != 4)
+    throw DataError(text::concat("It has ", entry.dump(), " where a box belongs."));
+  return {static_cast<std::size_t>(natural(entry[0])),
+          natural(entry[1]),
+          {integers(entry[2]), integers(entry[3])}};
+}
+
+// Consecutive elements, in the order of the tensor's dimensions, as boxes.
+void add_piece(const Json& entry, SavedTensor& tensor) {
+  if (!entry.is_array() || entry.size() != 4)
+    throw DataError(text::concat("It has ", entry.dump(), " where a piece belongs."));
+  const std::int64_t first = integer(entry[1]), count = integer(entry[2]);
+  const Placement piece = Placement(tensor.shape, tensor.order).run(first, count);
+  std::uint64_t position = natural(entry[3]);
+  if (count == 0) return;
+  for (PlacedBox& placed : piece.boxes()) {
+    const std::uint64_t bytes = tensor.bytes(placed.box.elements());
+    tensor.boxes.push_back(
+        {static_cast<std::size_t>(natural(entry[0])), position, std::move(placed.box)});
+    position += bytes;
+  }
+}
+
 }  // namespace
+
+SavedTensor SavedTensor::as_bytes() const {
+  SavedTensor all{safetensors::Dtype::kU8, {static_cast<std::int64_t>(bytes(elements()))}, {}, {}};
+  for (const SavedBox& own : boxes)
+    all.boxes.push_back({own.file, own.position, Box::whole(all.shape)});
+  return all;
+}
 
 std::int64_t SavedTensor::elements() const noexcept {
   std::int64_t count = 1;
@@ -50,14 +106,14 @@ std::string Manifest::text() const {
   for (const auto& [group, tensors] : groups) {
     Json& list = group_list[group] = Json::object();
     for (const auto& [name, tensor] : tensors) {
-      Json pieces = Json::array();
-      for (const Piece& piece : tensor.pieces)
-        pieces.push_back({piece.file, piece.first, piece.count, piece.position});
-      Json entry = {{"dtype", std::string(safetensors::name(tensor.dtype))},
-                    {"shape", tensor.shape}};
-      if (!tensor.order.empty()) entry["order"] = tensor.order;
-      entry["pieces"] = std::move(pieces);
-      list[name] = std::move(entry);
+      if (!tensor.order.empty())
+        throw StateError("The boxes of '" + name + "' are not in row-major order.");
+      Json boxes = Json::array();
+      for (const SavedBox& own : tensor.boxes)
+        boxes.push_back({own.file, own.position, own.box.offsets, own.box.sizes});
+      list[name] = {{"dtype", std::string(safetensors::name(tensor.dtype))},
+                    {"shape", tensor.shape},
+                    {"boxes", std::move(boxes)}};
     }
   }
   const Json body = {{"format", std::string(kFormat)},
@@ -86,9 +142,10 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
   try {
     const Json all = parse_json(contents);
     if (all.at("format") != kFormat) refuse("is not a list of an accelerate-cpp checkpoint.");
-    if (all.at("version") != kVersion) {
-      refuse(text::concat("has version ", all.at("version").dump(), ", and this library reads ",
-                          kVersion, "."));
+    const bool has_pieces = all.at("version") == 1;
+    if (!has_pieces && all.at("version") != kVersion) {
+      refuse(text::concat("has version ", all.at("version").dump(),
+                          ", and this library reads 1 to ", kVersion, "."));
     }
     if (all.at("block") != kChecksumBlock)
       refuse(text::concat("has checksums of blocks of ", all.at("block").dump(), " bytes, and ",
@@ -117,18 +174,20 @@ Manifest Manifest::parse(std::string_view contents, const fs::path& path) {
         const auto dtype = safetensors::parse_dtype(entry.at("dtype").get<std::string>());
         if (!dtype) refuse(text::concat("has an unknown dtype for '", name, "'."));
         tensor.dtype = *dtype;
-        tensor.shape = entry.at("shape").get<std::vector<std::int64_t>>();
-        if (entry.contains("order")) tensor.order = entry["order"].get<std::vector<std::int64_t>>();
-        for (const Json& piece : entry.at("pieces")) {
-          tensor.pieces.push_back({piece.at(0).get<std::size_t>(), piece.at(1).get<std::int64_t>(),
-                                   piece.at(2).get<std::int64_t>(),
-                                   piece.at(3).get<std::uint64_t>()});
+        tensor.shape = integers(entry.at("shape"));
+        if (has_pieces) {
+          if (entry.contains("order")) tensor.order = integers(entry["order"]);
+          for (const Json& piece : entry.at("pieces")) add_piece(piece, tensor);
+        } else {
+          for (const Json& box : entry.at("boxes")) tensor.boxes.push_back(parse_box(box));
         }
         list.emplace(name, std::move(tensor));
       }
     }
     manifest.aliases = all.at("aliases").get<decltype(manifest.aliases)>();
   } catch (const DataError& error) {
+    refuse(text::concat("cannot be read. ", error.what()));
+  } catch (const ShardingError& error) {  // of a piece
     refuse(text::concat("cannot be read. ", error.what()));
   } catch (const Json::exception& error) {
     std::throw_with_nested(CheckpointError(
@@ -149,53 +208,38 @@ Manifest Manifest::read(const fs::path& folder) {
   return parse(read_file(path), path);
 }
 
-void Manifest::check(const fs::path& path) {
+void Manifest::check(const fs::path& path) const {
+  for (const auto& [group, tensors] : groups) {
+    for (const auto& [name, tensor] : tensors) {
+      const auto refuse = [&, &group = group, &name = name](const auto&... what) {
+        throw CheckpointError(text::concat(path.string(), " contradicts itself about '", name,
+                                           "' in ", group, ": ", what...),
+                              path.string());
+      };
+      std::vector<Box> boxes;
+      for (const SavedBox& own : tensor.boxes) boxes.push_back(own.box);
+      if (const auto problem = partition_problem(tensor.shape, boxes); !problem.empty())
+        refuse(problem, ".");
+      const int bits = safetensors::bits(tensor.dtype);
+      const bool plain =
+          tensor.boxes.size() <= 1 && tensor.order.empty() &&
+          static_cast<std::uint64_t>(tensor.elements()) * static_cast<std::uint64_t>(bits) % 8 == 0;
+      if (bits % 8 != 0 && !plain) {
+        refuse("its elements have ", bits,
+               " bits, so that they can be in one box alone, in row-major order, and have to fill "
+               "whole bytes.");
+      }
+      for (const SavedBox& own : tensor.boxes) {
+        if (own.file >= files.size() || own.position > files[own.file].bytes ||
+            tensor.bytes(own.box.elements()) > files[own.file].bytes - own.position)
+          refuse("its box ", own.box.text(), " lies outside of its file.");
+      }
+    }
+  }
   const auto refuse = [&](const auto&... what) {
     throw CheckpointError(text::concat(path.string(), " contradicts itself: ", what...),
                           path.string());
   };
-  for (auto& [group, tensors] : groups) {
-    for (auto& [name, tensor] : tensors) {
-      std::int64_t elements = 1;
-      for (const std::int64_t size : tensor.shape) {
-        if (size < 0 || (size > 0 && elements > (std::int64_t{1} << 58) / size))
-          refuse("the shape of '", name, "' in ", group, " cannot be.");
-        elements *= size;
-      }
-      std::vector<std::int64_t> order = tensor.order;
-      std::sort(order.begin(), order.end());
-      for (std::size_t i = 0; i < order.size(); ++i) {
-        if (order.size() != tensor.shape.size() || order[i] != static_cast<std::int64_t>(i))
-          refuse("the order of the dimensions of '", name, "' in ", group, " is not one.");
-      }
-      if (!order.empty() && safetensors::bits(tensor.dtype) % 8 != 0) {
-        refuse("'", name, "' in ", group, " has dimensions in another order, and elements of ",
-               safetensors::bits(tensor.dtype), " bits, which cannot be told apart.");
-      }
-      auto& pieces = tensor.pieces;
-      std::sort(pieces.begin(), pieces.end(),
-                [](const Piece& a, const Piece& b) { return a.first < b.first; });
-      std::int64_t next = 0;
-      for (const Piece& piece : pieces) {
-        if (piece.first != next || piece.count < 0 || piece.count > elements - next) {
-          refuse("'", name, "' in ", group, " has its elements from ", piece.first,
-                 " on in one piece, and the piece before ends at ", next,
-                 ". Each element belongs in one piece.");
-        }
-        next += piece.count;
-        const auto bits = static_cast<std::uint64_t>(safetensors::bits(tensor.dtype));
-        if (static_cast<std::uint64_t>(piece.count) * bits % 8 != 0 || piece.file >= files.size() ||
-            piece.position > files[piece.file].bytes ||
-            tensor.bytes(piece.count) > files[piece.file].bytes - piece.position) {
-          refuse("a piece of '", name, "' in ", group, " lies outside of its file.");
-        }
-      }
-      if (next != elements) {
-        refuse("of '", name, "' in ", group, " ", next, " elements of ", elements,
-               " are in its pieces.");
-      }
-    }
-  }
   for (const auto& [group, names] : aliases) {
     for (const auto& [name, target] : names) {
       if (find(group, target) == nullptr)
@@ -309,27 +353,6 @@ void verify_blocks(const File& file, const SavedFile& saved, std::span<const std
       }
     };
   });
-}
-
-PieceReader::PieceReader(fs::path folder, const Manifest& manifest)
-    : folder_(std::move(folder)), manifest_(manifest) {}
-
-const File& PieceReader::file(std::size_t index) {
-  const std::lock_guard lock(mutex_);
-  auto found = open_.find(index);
-  if (found == open_.end())
-    found = open_.emplace(index, File::open(folder_ / manifest_.files[index].name)).first;
-  return found->second;
-}
-
-void PieceReader::read(const SavedTensor& tensor, std::int64_t first, std::int64_t count,
-                       std::byte* data) {
-  for_each_part(tensor, first, count,
-                [&](const Piece& piece, std::int64_t begin, std::int64_t length) {
-                  file(piece.file)
-                      .read(data + tensor.bytes(begin - first), tensor.bytes(length),
-                            piece.position + tensor.bytes(begin - piece.first));
-                });
 }
 
 }  // namespace accelerate::io

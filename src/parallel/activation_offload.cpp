@@ -100,6 +100,9 @@ class OffloadActivations::Impl::Hooks final : public torch::autograd::SavedVaria
       source.record_stream(leaving);  // its memory must not be used anew before it has left
       left_.emplace(device_.type());
       left_->record(leaving);
+      written_ = parallel::WriteCheck(tensor);
+      // The operator that saves running statistics writes them, too, and no version says so.
+      if (tensor.dim() == 1 && tensor.is_leaf()) left_->block(computing);
     }
     owner_->count(bytes(), /*moved=*/true);
   }
@@ -111,6 +114,7 @@ class OffloadActivations::Impl::Hooks final : public torch::autograd::SavedVaria
       ++owner_->statistics_.brought_back;
     }
     if (device_.is_cpu()) return host_.clone();
+    written_.check(host_);  // while it was being copied, for all that is known
     const c10::impl::VirtualGuardImpl guard(device_.type());
     left_->block(guard.getStream(device_));
     at::Tensor back = at::empty_strided(host_.sizes(), host_.strides(),
@@ -126,6 +130,7 @@ class OffloadActivations::Impl::Hooks final : public torch::autograd::SavedVaria
   at::Tensor host_;
   at::Device device_ = at::kCPU;
   std::optional<c10::Event> left_;
+  parallel::WriteCheck written_;
 };
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> OffloadActivations::Impl::hooks() {

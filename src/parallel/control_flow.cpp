@@ -26,6 +26,8 @@ using std::chrono::microseconds;
 
 constexpr std::array kEvents{Event::gather, Event::reduce, Event::end_of_backward};
 constexpr int kActs = 3;
+// How long a rank that is told of a failure waits for what it may come to all the same.
+constexpr std::chrono::seconds kGrace(1);
 
 // A row of the board, in the order in which it is written. First come the last `kept` entries of
 // each event: which unit, or how a backward pass ended. The other rings say how many gathers,
@@ -223,6 +225,7 @@ bool ControlFlow::pending() {
 
 void ControlFlow::wait_until(const std::function<bool()>& done, const Wait& wait) {
   const auto begin = Clock::now();
+  std::optional<Clock::time_point> told_at;
   auto& waits = word(group_.rank(), kRings * kept_ + kWaits);
   if (wait.number >= 0) {
     waits.store(1 + static_cast<int>(wait.event) + 4 * wait.number);
@@ -239,7 +242,12 @@ void ControlFlow::wait_until(const std::function<bool()>& done, const Wait& wait
       const std::uint32_t rings = board_->get_ready(Board::Sleeper::caller);
       pump_all();
       if (done()) break;
-      if (wait.heeds_failure && board_->has_notice(epoch_)) raise();
+      if (wait.heeds_failure && board_->has_notice(epoch_)) {
+        // Where all ranks fail alike, each comes to its own error: what the one that was first had
+        // announced still starts when the slower ones have announced it, too.
+        if (!told_at) told_at = Clock::now();
+        if (board_->notice().front() != 'F' || Clock::now() - *told_at > kGrace) raise();
+      }
       const auto waited = Clock::now() - begin;
       if (waited > microseconds(1000)) {
         board_->check_peers(wait.event == Event::gather ? "all_gather" : "reduce_scatter");

@@ -1,7 +1,7 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/log.hpp>
 #include <accelerate/base/text.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <parallel/fsdp_impl.hpp>
 
 #include <ATen/ops/_foreach_clamp_max.h>
@@ -20,7 +20,7 @@
 namespace accelerate::parallel {
 
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 using intercept::UnitParameter;
 
 Fsdp::Fsdp(ModuleRecord module, FsdpOptions options, const comm::Group& group, std::string name)
@@ -194,7 +194,7 @@ void Fsdp::before_zero_grad(const std::vector<at::Tensor>& leaves) {
 at::Tensor Fsdp::grad_norm(double p) const {
   impl_->require_sharded();
   impl_->gradients->notice_cleared();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto all = impl_->local_gradients();
   const at::Device device = impl_->parts.front().shard.device();
   std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
@@ -233,7 +233,7 @@ at::Tensor Fsdp::grad_norm(double p) const {
 void Fsdp::scale_gradients_(const at::Tensor& factor) {
   impl_->require_sharded();
   impl_->gradients->notice_cleared();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto all = impl_->local_gradients();
   if (!all.empty()) at::_foreach_mul_(all, factor.to(all.front().device()));
 }
@@ -241,7 +241,7 @@ void Fsdp::scale_gradients_(const at::Tensor& factor) {
 void Fsdp::clip_grad_value_(double limit) {
   impl_->require_sharded();
   impl_->gradients->notice_cleared();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto all = impl_->local_gradients();
   if (all.empty()) return;
   at::_foreach_clamp_min_(all, -limit);

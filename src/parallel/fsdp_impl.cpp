@@ -1,6 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <intercept/torchscript.hpp>
 #include <parallel/fsdp_impl.hpp>
 #include <parallel/shared_memory.hpp>
@@ -20,7 +20,7 @@ namespace accelerate::parallel {
 namespace {
 
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 using intercept::Stay;
 using intercept::Unit;
 using intercept::UnitGradients;
@@ -73,7 +73,7 @@ void check_same_on_all_ranks(const std::vector<intercept::UnitPlan>& plans,
 
 void from_rank_zero(const at::Tensor& tensor, const comm::Group& group) {
   if (group.size() == 1 || tensor.numel() == 0) return;
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const at::Tensor contiguous = tensor.contiguous();
   group.broadcast(contiguous, 0).wait();
   if (!contiguous.is_same(tensor)) tensor.copy_(contiguous);
@@ -163,6 +163,10 @@ Fsdp::Impl::Impl(std::string strategy_name, const ModuleRecord& record, FsdpOpti
   engine_options.prefetch_in_backward =
       options.backward_prefetch() == BackwardPrefetch::backward_pre ? options.prefetch_units() : 0;
   engine_options.resident_limit = options.resident_limit();
+  engine_options.advice =
+      "Change a parameter's shape or memory before prepare(). Before code that reads raw memory, "
+      "such as torch::save() or data_ptr(), open summon_full_params(). To save a prepared module, "
+      "call accelerator.save_model(), or save what its state_dict() returns.";
   parts.resize(plans.size());
   engine = std::make_unique<Engine>(std::move(plans), engine_options, *this,
                                     [&](const Unit& unit, at::Tensor flat) {
@@ -248,7 +252,7 @@ void Fsdp::Impl::make_groups(const comm::Group& group) {
 }
 
 void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   Part& part = parts[static_cast<std::size_t>(unit.index())];
   const std::int64_t length = unit.layout().part;
   const std::int64_t begin = gather_group.rank() * length;
@@ -275,6 +279,11 @@ void Fsdp::Impl::adopt(const Unit& unit, at::Tensor flat) {
       sizes = parameter.sizes;
       sizes[0] = to > from ? (to - from) / (parameter.elements / parameter.sizes[0]) : 0;
     }
+    const auto order = memory_order(parameter.sizes, parameter.strides);
+    part.placements.push_back(
+        Placement(parameter.sizes, order)
+            .run(std::clamp<std::int64_t>(begin - parameter.offset, 0, parameter.elements),
+                 to - from));
     part.leaf_offsets.push_back(from - begin);
     part.leaves.push_back(plain_view(part.shard, sizes, from - begin));
     part.leaves.back().set_requires_grad(parameter.parameter.requires_grad());
@@ -502,7 +511,7 @@ void Fsdp::Impl::wait_for_served(std::size_t most_left) {
 }
 
 void Fsdp::Impl::join_backward() {
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   using Others = ControlFlow::Others;
   const ControlFlow::Follower follower{
       .serve = [&](const ControlFlow::Step& step) { serve(step); },

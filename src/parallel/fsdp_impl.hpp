@@ -24,6 +24,7 @@ struct Fsdp::Impl final : intercept::Residency, intercept::GradientSink {
   struct Part {
     at::Tensor shard;                        // flat, in the module's own dtype
     std::vector<at::Tensor> leaves;          // by parameter
+    std::vector<Placement> placements;       // of each leaf
     std::vector<std::int64_t> leaf_offsets;  // of each leaf in the shard
     ControlFlow::Handle gather;              // that is under way
     // Where the unit stays in memory for good in the shard's own dtype: its memory, of which the

@@ -1,6 +1,6 @@
 #include <accelerate/base/error.hpp>
 #include <accelerate/base/text.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <parallel/fsdp_impl.hpp>
 #include <parallel/state_names.hpp>
 
@@ -10,7 +10,7 @@
 namespace accelerate::parallel {
 
 using intercept::Engine;
-using intercept::Quiet;
+using intercept::InternalOpsGuard;
 using intercept::Unit;
 using intercept::UnitParameter;
 
@@ -20,23 +20,20 @@ std::string flat_name(const Unit& unit) { return unit.name() + ".flat"; }
 
 }  // namespace
 
-std::vector<ParameterShard> Fsdp::shards() const {
+std::vector<LocalTensor> Fsdp::shards() const {
   impl_->engine->take_assigned();
-  std::map<const void*, ParameterShard> found;
+  impl_->wait_for_copies();  // a checkpoint is read right into them
+  std::map<const void*, LocalTensor> found;
   for (const auto& unit : impl_->engine->units()) {
     const Impl::Part& part = impl_->parts[static_cast<std::size_t>(unit->index())];
-    const std::int64_t begin = impl_->gather_group.rank() * unit->layout().part;
     for (std::size_t p = 0; p < unit->parameters().size(); ++p) {
       const UnitParameter& own = unit->parameters()[p];
-      const at::Tensor& leaf = part.leaves[p];
-      found[own.parameter.unsafeGetTensorImpl()] = {
-          own.name,     own.sizes, std::clamp<std::int64_t>(begin - own.offset, 0, own.elements),
-          leaf.numel(), leaf,      own.strides};
+      found[own.parameter.unsafeGetTensorImpl()] = {own.name, part.placements[p], part.leaves[p]};
     }
   }
-  std::vector<ParameterShard> all;
-  for (ParameterShard& whole : Strategy::shards()) {  // those of ignored modules are whole
-    const auto sharded = found.find(whole.leaf.unsafeGetTensorImpl());
+  std::vector<LocalTensor> all;
+  for (LocalTensor& whole : Strategy::shards()) {  // those of ignored modules are whole
+    const auto sharded = found.find(whole.tensor.unsafeGetTensorImpl());
     if (sharded == found.end()) {
       all.push_back(std::move(whole));
     } else {
@@ -51,7 +48,7 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
   impl_->require_sharded();
   impl_->begin_pass();
   impl_->engine->take_assigned();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto placed = [&](const at::Tensor& tensor) {
     return options.offload_to_cpu() ? tensor.detach().to(at::kCPU, /*non_blocking=*/false,
                                                          /*copy=*/true)
@@ -63,7 +60,7 @@ std::vector<NamedTensor> Fsdp::state_dict(const StateDictOptions& options) const
       state.push_back(
           {flat_name(*unit), placed(impl_->parts[static_cast<std::size_t>(unit->index())].shard)});
   } else if (options.type() == StateDictType::sharded) {
-    for (const ParameterShard& shard : shards()) state.push_back({shard.name, placed(shard.leaf)});
+    for (const LocalTensor& shard : shards()) state.push_back({shard.name, placed(shard.tensor)});
   } else {
     const bool wanted = !options.rank0_only() || rank() == 0;
     std::map<const void*, at::Tensor> whole;
@@ -90,7 +87,7 @@ void Fsdp::load_state_dict(const std::vector<NamedTensor>& state, const StateDic
   impl_->begin_pass();
   impl_->engine->take_assigned();
   impl_->wait_for_copies();
-  const Quiet quiet;
+  const InternalOpsGuard internal;
   const auto buffers = all_names(module_, module_.buffers());
   if (options.type() == StateDictType::full) {
     StateMatch match(state, all_names(module_, module_.parameters()), buffers, strict);
@@ -110,7 +107,7 @@ void Fsdp::load_state_dict(const std::vector<NamedTensor>& state, const StateDic
         targets.push_back(
             {flat_name(*unit), impl_->parts[static_cast<std::size_t>(unit->index())].shard});
     } else {
-      for (const ParameterShard& shard : shards()) targets.push_back({shard.name, shard.leaf});
+      for (const LocalTensor& shard : shards()) targets.push_back({shard.name, shard.tensor});
     }
     StateMatch(state, targets, buffers, strict).copy_rest();
   }

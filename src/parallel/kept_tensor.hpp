@@ -1,13 +1,27 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 
 namespace accelerate::parallel {
 
-/// A tensor that hooks on saved tensors keep as it is. Autograd leaves the check that nobody wrote
-/// to it meanwhile to the hooks.
+/// Whether somebody wrote to a tensor since, which autograd leaves to the hooks on saved tensors to
+/// check. Does not keep the tensor's memory.
+class WriteCheck {
+ public:
+  WriteCheck() = default;
+  explicit WriteCheck(const at::Tensor& tensor);
+  /// Throws StateError when the tensor was written to since; `like` has its dtype and sizes.
+  void check(const at::Tensor& like) const;
+
+ private:
+  c10::VariableVersion version_;
+  std::uint32_t expected_ = 0;
+};
+
+/// A tensor that hooks on saved tensors keep as it is.
 class KeptTensor {
  public:
   KeptTensor() = default;
@@ -18,7 +32,7 @@ class KeptTensor {
 
  private:
   at::Tensor tensor_;
-  std::int64_t version_ = 0;
+  WriteCheck written_;
 };
 
 /// A parameter, or a view of one. The module holds its memory anyway, or a strategy brings it, so

@@ -87,18 +87,25 @@ SavedTensorScope::SavedTensorScope(SavedTensorPolicy& policy) : outer_(innermost
 
 SavedTensorScope::~SavedTensorScope() { innermost = outer_; }
 
+WriteCheck::WriteCheck(const at::Tensor& tensor)
+    : version_(tensor.unsafeGetTensorImpl()->version_counter()),
+      expected_(static_cast<std::uint32_t>(tensor._version())) {}
+
+void WriteCheck::check(const at::Tensor& like) const {
+  const std::uint32_t now = version_.current_version();
+  if (now == expected_) return;
+  throw StateError(text::concat(
+      "A tensor that backward needs, ", like.scalar_type(), " [",
+      text::join(like.sizes(), ", ", 16), "], was changed in place since forward used it (version ",
+      now, ", expected ", expected_,
+      "). Call backward before the optimizer steps, and do not write to what a graph needs."));
+}
+
 KeptTensor::KeptTensor(const at::Tensor& tensor)
-    : tensor_(tensor.is_leaf() ? tensor : tensor.detach()), version_(tensor._version()) {}
+    : tensor_(tensor.is_leaf() ? tensor : tensor.detach()), written_(tensor) {}
 
 const at::Tensor& KeptTensor::get() const {
-  if (static_cast<std::int64_t>(tensor_._version()) != version_) {
-    throw StateError(text::concat(
-        "A tensor that backward needs, ", tensor_.scalar_type(), " [",
-        text::join(tensor_.sizes(), ", ", 16),
-        "], was changed in place since forward used it (version ", tensor_._version(),
-        ", expected ", version_,
-        "). Call backward before the optimizer steps, and do not write to what a graph needs."));
-  }
+  written_.check(tensor_);
   return tensor_;
 }
 

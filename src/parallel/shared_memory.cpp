@@ -1,5 +1,5 @@
 #include <accelerate/base/text.hpp>
-#include <intercept/quiet.hpp>
+#include <intercept/internal_ops.hpp>
 #include <parallel/shared_memory.hpp>
 
 #include <ATen/ops/zeros.h>
@@ -37,7 +37,7 @@ bool overlap(const Resident& one, const Resident& other) {
     return false;
   if (size(one) != size(other)) return true;
   // Columns of one matrix, say, lie between each other and share nothing.
-  const intercept::Quiet quiet;
+  const intercept::InternalOpsGuard internal;
   const std::int64_t begin = std::min(one.begin(), other.begin());
   const at::Tensor taken = at::zeros({std::max(one.end(), other.end()) - begin}, at::kByte);
   taken.as_strided(one.tensor.sizes(), one.tensor.strides(), one.begin() - begin).fill_(1);

@@ -97,12 +97,10 @@ void Strategy::clip_grad_value_(double limit) {
   }
 }
 
-std::vector<ParameterShard> Strategy::shards() const {
-  std::vector<ParameterShard> all;
-  for (const auto& [name, parameter] : module_.parameters()) {
-    all.push_back({name, parameter.sizes().vec(), 0, parameter.numel(), parameter,
-                   parameter.strides().vec()});
-  }
+std::vector<LocalTensor> Strategy::shards() const {
+  std::vector<LocalTensor> all;
+  for (const auto& [name, parameter] : module_.parameters())
+    all.push_back(whole_tensor(name, parameter));
   return all;
 }
 

@@ -252,6 +252,86 @@ TEST_F(Mutants, AreLoadedOrRefusedAndThenNothingHasChanged) {
     std::cout << refused << " of " << count << " mutants refused, the others loaded\n";
 }
 
+TEST_F(Mutants, BoxesThatCannotBeAreRefusedInASentence) {
+  Accelerator accelerator(AcceleratorOptions().cpu(true).fsdp(FsdpOptions()));
+  Net net;
+  torch::optim::AdamW adam(net->parameters(), 0.05);
+  auto [model, optimizer] = accelerator.prepare(net, adam);
+  const auto step = [&] {
+    accelerator.backward(model(at::rand({2, 3})).square().sum());
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  step();
+  accelerator.save_state(folder / "saved");
+  step();
+  const auto state = [&] {
+    accelerator.save_state(folder / "now");
+    std::string all;
+    if (world().rank() == 0) {
+      const Json manifest = Json::parse(io::read_file(folder / "now" / io::Manifest::kFileName));
+      all = manifest["groups"].dump() + manifest["files"].dump();
+    }
+    return world().broadcast_bytes(all);
+  };
+  const std::string before = state();
+  // Of "out.weight", which has the shape [2, 4]: a box is [file, position, offsets, sizes].
+  using Change = std::function<void(Json & tensor)>;
+  const auto box = [](Json& tensor) -> Json& { return tensor["boxes"][0]; };
+  const std::vector<std::pair<Change, const char*>> changes{
+      {[&](Json& tensor) { box(tensor)[2][0] = -1; }, "does not lie in a tensor of shape [2, 4]"},
+      {[&](Json& tensor) { box(tensor)[2][1] = std::int64_t{1} << 62; },
+       "does not lie in a tensor"},
+      {[&](Json& tensor) { box(tensor)[3][0] = std::int64_t{1} << 62; },
+       "does not lie in a tensor"},
+      {[&](Json& tensor) { box(tensor)[3][1] = ~std::uint64_t{0}; }, "is too large"},
+      {[&](Json& tensor) { box(tensor)[3][0] = -2; }, "does not lie in a tensor"},
+      {[&](Json& tensor) { box(tensor)[2].push_back(0); }, "does not lie in a tensor"},
+      {[&](Json& tensor) { box(tensor)[3].erase(1); }, "does not lie in a tensor"},
+      {[&](Json& tensor) {
+         tensor["shape"] = {2, 4, 1};
+       },
+       "does not lie in a tensor"},
+      {[&](Json& tensor) {
+         tensor["shape"] = {1 << 30, 1 << 30, 1 << 30};
+       },
+       "cannot be"},
+      {[&](Json& tensor) { tensor["boxes"].erase(0); }, "of the 8 elements"},
+      {[&](Json& tensor) { tensor["boxes"].push_back(box(tensor)); }, "more than the 8"},
+      {[&](Json& tensor) {
+         tensor["boxes"] = Json::array({{0, 0, {0, 0}, {1, 4}}, {0, 0, {0, 0}, {1, 4}}});
+       },
+       "[0:1, 0:4] and [0:1, 0:4] overlap"},
+      {[&](Json& tensor) { box(tensor)[0] = 1000; }, "lies outside of its file"},
+      {[&](Json& tensor) { box(tensor)[1] = std::int64_t{1} << 61; }, "lies outside of its file"},
+      {[&](Json& tensor) { box(tensor)[1] = -4; }, "where no negative number belongs"},
+      {[&](Json& tensor) { tensor["boxes"] = "text"; }, "a box belongs"},
+  };
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    const fs::path mutant = folder / ("mutant" + std::to_string(i));
+    world().barrier();
+    if (world().rank() == 0) {
+      fs::copy(folder / "saved", mutant, fs::copy_options::recursive);
+      Json manifest = Json::parse(io::read_file(mutant / io::Manifest::kFileName));
+      Json& tensor = manifest["groups"]["model"]["out.weight"];
+      ASSERT_EQ(tensor["shape"], Json::array({2, 4}));
+      changes[i].first(tensor);
+      write(mutant / io::Manifest::kFileName, signed_text(manifest));
+    }
+    world().barrier();
+    try {
+      accelerator.load_state(mutant);
+      ADD_FAILURE() << "nothing was thrown for change " << i;
+    } catch (const CheckpointError& error) {
+      const std::string said = describe(error);
+      EXPECT_NE(said.find(changes[i].second), std::string::npos) << i << ": " << said;
+      EXPECT_NE(said.find("manifest.json"), std::string::npos) << i << ": " << said;
+    }
+    EXPECT_EQ(state(), before) << i;
+  }
+  accelerator.load_state(folder / "saved");
+}
+
 TEST_F(Mutants, MomentsOfIntegersAreRefused) {
   Accelerator accelerator(AcceleratorOptions().cpu(true));
   Net net;

@@ -217,7 +217,7 @@ inline std::map<std::string, at::Tensor> everything(const fs::path& folder) {
       at::Tensor tensor = at::empty(
           saved.shape, at::TensorOptions().dtype(
                            saved.dtype == io::safetensors::Dtype::kI64 ? at::kLong : at::kFloat));
-      load.want(group, whole_part(name, tensor));
+      load.want(group, whole_tensor(name, tensor));
       all.emplace(group + "/" + name, tensor);
     }
   }

@@ -190,8 +190,8 @@ TEST(Sharded, EachWrongCheckpointHasItsOwnSentence) {
   }
   {
     auto group = module_group(*run.strategy, "model");
-    group.parts.push_back(whole_part("more", at::zeros({2})));
-    std::erase_if(group.parts, [](const TensorPart& part) { return part.name == "in.bias"; });
+    group.parts.push_back(whole_tensor("more", at::zeros({2})));
+    std::erase_if(group.parts, [](const LocalTensor& part) { return part.name == "in.bias"; });
     Load load(world(), saved);
     expect_says(message_of([&] { load.want_all(group, true); }),
                 {"Missing: more", "Unexpected: in.bias"});
@@ -332,6 +332,90 @@ TEST(Sharded, ASaveOverAnOlderOneLeavesNothingOfIt) {
   world().barrier();
 }
 
+// What a process has of a tensor, of the elements of `whole`.
+LocalTensor part_of(const std::string& name, const Placement& placement, const at::Tensor& whole,
+                    bool turned = false) {
+  LocalTensor part{name, placement, at::empty({placement.count()}, whole.options())};
+  if (turned) {
+    const auto shape = placement.local_shape();
+    part.tensor = at::empty({shape.at(1), shape.at(0)}, whole.options()).t();
+  }
+  for (const PlacedBox& placed : part.boxes()) {
+    at::Tensor values = whole;
+    for (std::size_t d = 0; d < placed.box.sizes.size(); ++d)
+      values =
+          values.narrow(static_cast<std::int64_t>(d), placed.box.offsets[d], placed.box.sizes[d]);
+    part.view(placed).copy_(values);
+  }
+  return part;
+}
+
+TEST(Sharded, WhatThreeProcessesCutLoadsOnTwoThatCutOtherwise) {
+  if (world().size() < 3) GTEST_SKIP() << "needs three processes";
+  const SharedFolder folder;
+  first_ranks(1);
+  const auto numbers = [](std::vector<std::int64_t> shape, double from) {
+    return (at::arange(c10::multiply_integers(shape), at::kFloat) + from).view(shape);
+  };
+  // A fused weight of queries, keys and values; a vocabulary that three do not divide; a matrix
+  // whose columns lie one after another.
+  const at::Tensor qkv = numbers({24, 2048}, 0), words = numbers({11, 64}, 50'000),
+                   turned = numbers({6, 4}, 60'000);
+  const int rank = world().rank();
+  if (rank < 3) {
+    Session run(first_ranks(3), "fsdp", 1);
+    run.step(1);
+    run.save(folder.path() / "trained");
+    TensorGroup group{.name = "model", .parts = {}, .aliases = {}};
+    group.parts.push_back(part_of("qkv", Placement({24, 2048}).cut({"tp", 0, 3, rank, 3}), qkv));
+    group.parts.push_back(part_of("words", Placement({11, 64}).cut({"tp", 0, 3, rank}), words));
+    group.parts.push_back(part_of("turned", Placement({6, 4}, {1, 0}).run(8 * rank, 8), turned));
+    Save save(first_ranks(3), folder.path() / "cut");
+    save.add(std::move(group));
+    save.plan();
+    save.write(first_ranks(3));
+  }
+  world().barrier();
+  if (rank < 2) {
+    Session run(first_ranks(2), "fsdp", 2);
+    run.load(folder.path() / "trained");
+    run.save(folder.path() / "again");
+    const auto expect_loaded = [&](const std::vector<LocalTensor>& expected) {
+      Load load(first_ranks(2), folder.path() / "cut");
+      std::vector<LocalTensor> parts = expected;
+      std::uint64_t bytes = 0;
+      for (LocalTensor& part : parts) {
+        part.tensor = at::empty_strided(part.tensor.sizes(), part.tensor.strides()).fill_(-1);
+        load.want("model", part);
+        bytes += part.tensor.nbytes();
+      }
+      load.verify();
+      EXPECT_EQ(load.bytes_read(), 0U);
+      load.read();
+      for (std::size_t i = 0; i < parts.size(); ++i)
+        EXPECT_TRUE(at::equal(parts[i].tensor, expected[i].tensor)) << parts[i].name;
+      return std::pair(load.bytes_read(), bytes);
+    };
+    const Placement columns = Placement({24, 2048}).cut({"tp", 1, 2, rank});
+    const Placement rows = Placement({11, 64}).run(352 * rank, 352);
+    // Only the bytes of what is wanted are read: of the fused weight half of each row, which is
+    // in another place for each of nine boxes.
+    const auto [read, wanted] =
+        expect_loaded({part_of("qkv", columns, qkv), part_of("words", rows, words)});
+    EXPECT_EQ(read, wanted);
+    // Cut twice, and then a run; and with strides of its own.
+    const Placement twice =
+        Placement({24, 2048}).cut({"tp", 0, 2, rank, 3}).cut({"cp", 1, 4, 1, 2});
+    expect_loaded({part_of("qkv", twice.run(100, 700), qkv)});
+    expect_loaded({part_of("qkv", twice, qkv, /*turned=*/true),
+                   part_of("turned", Placement({6, 4}).cut({"tp", 0, 2, rank}), turned)});
+  }
+  world().barrier();
+  if (rank == 0)
+    expect_equal(folder.path() / "trained", folder.path() / "again", "three processes to two");
+  world().barrier();
+}
+
 // What the command line program says, and its exit code.
 std::pair<int, std::string> command(const std::string& arguments, const fs::path& folder) {
   const fs::path log = folder / "log";
@@ -351,13 +435,10 @@ TEST(Sharded, MergedWeightsAreTheCheckpointsAndReplaceEarlierOnes) {
   // Cut by columns.
   const std::int64_t count = 24 / world().size();
   TensorGroup columns{.name = "model", .parts = {}, .aliases = {}};
-  columns.parts.push_back({"turned",
-                           {6, 4},
-                           {1, 0},
-                           count * world().rank(),
-                           count,
+  columns.parts.push_back({"turned", Placement({6, 4}, {1, 0}).run(count * world().rank(), count),
                            at::arange(count) + count * world().rank()});
-  if (world().size() == 1) columns.parts[0] = whole_part("turned", at::arange(24).view({4, 6}).t());
+  if (world().size() == 1)
+    columns.parts[0] = whole_tensor("turned", at::arange(24).view({4, 6}).t());
   Save turned(world(), folder.path() / "turned");
   turned.add(std::move(columns));
   turned.plan();
@@ -444,7 +525,7 @@ TEST(Sharded, EveryDtypeComesBackByteForByte) {
   const auto group = [&] {
     TensorGroup tensors{.name = "model", .parts = {}, .aliases = {}};
     for (std::size_t i = 0; i < dtypes.size(); ++i)
-      tensors.parts.push_back(whole_part(c10::toString(dtypes[i]), bytes[i].view(dtypes[i])));
+      tensors.parts.push_back(whole_tensor(c10::toString(dtypes[i]), bytes[i].view(dtypes[i])));
     return tensors;
   };
   {
@@ -468,7 +549,7 @@ TEST(Sharded, EveryDtypeComesBackByteForByte) {
   // What cannot be saved is named before anything is written.
   Save save(world(), saved);
   TensorGroup other{.name = "model", .parts = {}, .aliases = {}};
-  other.parts.push_back(whole_part("phases", at::zeros({2}, at::kComplexDouble)));
+  other.parts.push_back(whole_tensor("phases", at::zeros({2}, at::kComplexDouble)));
   save.add(std::move(other));
   expect_says(message_of([&] { save.plan(); }), {"'phases'", "ComplexDouble"});
   EXPECT_FALSE(fs::exists(save.partial_folder()));

@@ -417,10 +417,8 @@ TEST(Failure, AStoppedRankIsNamedInTheLogAtOnce) {
     const std::string words = "Rank " + std::to_string(victim) + " has been silent for";
     ASSERT_GE(run.seconds_until(victim, "STOPS", 20), 0);
     const double seconds = run.seconds_until(victim == 0 ? 1 : 0, words, 10);
-    EXPECT_GT(seconds, 1.5);
-    EXPECT_LT(seconds, 5);
-    ::kill(run.process(victim), SIGCONT);
-    // Nothing has ended by it.
+    EXPECT_TRUE(seconds > 1.5 && seconds < 5) << seconds;
+    ::kill(run.process(victim), SIGCONT);  // nothing has ended by it
     EXPECT_GT(run.seconds_until(victim == 0 ? 1 : 0, "is heard again", 5), 0);
     EXPECT_EQ(::kill(run.process(2), 0), 0);
   }
@@ -432,8 +430,7 @@ TEST(Failure, ATimeoutNamesTheOperationAndWhoIsBehind) {
       .set("FAILURE_VICTIM", "2")
       .set("ACCELERATE_HEARTBEAT_TIMEOUT", "30")
       .start_all();
-  // Two ranks wait for the third. Where one of them is clearly first to time out and end, the other
-  // may see that end before its own time is up.
+  // Where one is clearly first to time out and end, the other may see that end before.
   int timed_out = 0;
   for (const int rank : {0, 1}) {
     const auto outcome = run.outcome(rank);
@@ -451,8 +448,7 @@ TEST(Failure, ATimeoutNamesTheOperationAndWhoIsBehind) {
 
 TEST(Failure, AMissingRankIsNamed) {
   Ranks run("part", 4);
-  run.set("ACCELERATE_TIMEOUT", "2");
-  run.start(0);
+  run.set("ACCELERATE_TIMEOUT", "2").start(0);
   run.start(2);
   for (const int rank : {0, 2}) {
     const auto outcome = run.outcome(rank);
@@ -736,6 +732,10 @@ TEST(Failure, DebugModeFindsMismatchesOnEveryRank) {
       EXPECT_LT(outcome.seconds, 15) << outcome;
     }
   }
+  Ranks plain("shapes", 2);  // Gloo ends the process then, and that is explained
+  plain.start_all();
+  const auto one = plain.outcome(0), other = plain.outcome(1);
+  EXPECT_TRUE(one.has("with ACCELERATE_DEBUG_MODE=1") || other.has("with ACCELERATE_DEBUG_MODE=1"));
 }
 
 TEST(Failure, DebugModeSaysNoLessOfATimeout) {

@@ -1,8 +1,8 @@
 // Units that come and go under modules that know nothing of it, in one process: their parameters
 // lie in a home copy when they are not in memory.
 
-#include <intercept/holds.hpp>
 #include <intercept/home.hpp>
+#include <intercept/storage_holds.hpp>
 #include <support/zoo.hpp>
 
 #include <accelerate/base/error.hpp>
@@ -301,7 +301,7 @@ TEST(Engine, AnOperatorThatStillRunsKeepsNothingStale) {
                   [&](const Unit& unit, at::Tensor flat) { home.adopt(unit, std::move(flat)); });
     const at::Tensor weight = specimen.record.parameters()[0].tensor;
     {
-      Holds running;  // as an operator on another thread has
+      StorageHolds running;  // as an operator on another thread has
       running.add(weight);
       const void* const address = weight.const_data_ptr();
       for (auto& [index, flat] : home.flats) flat.fill_(2);

@@ -27,6 +27,7 @@ struct Recorder final : TaggedStorage::Owner {
     storage.set_ready(true);
   }
   void unheld(TaggedStorage&) noexcept override { events.push_back("unheld"); }
+  std::string advice() const override { return "Ask the recorder."; }
   void written(TaggedStorage&, const at::Tensor& view, const std::string& op) override {
     events.push_back(op + "@" + std::to_string(view.storage_offset()));
   }
@@ -93,7 +94,10 @@ TEST_F(Tagged, RawAccessWhileAbsentRaisesASentence) {
     weight.data_ptr<float>();
     FAIL() << "an address was given out";
   } catch (const c10::Error& error) {
-    EXPECT_NE(std::string(error.what()).find("'block' are sharded or offloaded and not in memory"),
+    EXPECT_NE(std::string(error.what())
+                  .find("The parameters of 'block' are not in memory now, so their data has no "
+                        "address. Use them "
+                        "through tensor operators. Ask the recorder."),
               std::string::npos);
   }
   EXPECT_ANY_THROW(weight.const_data_ptr<float>());

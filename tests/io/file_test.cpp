@@ -511,11 +511,13 @@ TEST(VerifyBlocks, ReadsTheBlocksItIsGivenAndNamesADamagedOne) {
 TEST(Manifest, RefusesElementsThatCannotBeToldApart) {
   Manifest manifest;
   manifest.files = {{"data", 2, {0}}};
-  SavedTensor tensor{safetensors::Dtype::kF4, {2, 2}, {1, 0}, {{0, 0, 4, 0}}};
-  manifest.groups["model"]["w"] = tensor;
+  SavedTensor& tensor = manifest.groups["model"]["w"];
+  tensor = {safetensors::Dtype::kF4, {2, 2}, {1, 0}, {{0, 0, {{0, 0}, {2, 2}}}}};
   expect_mentions(failure([&] { manifest.check("manifest.json"); }).first, {"'w'", "4 bits"});
-  manifest.groups["model"]["w"].order.clear();
+  tensor.order.clear();
   manifest.check("manifest.json");
+  tensor.boxes = {{0, 0, {{0, 0}, {1, 2}}}, {0, 1, {{1, 0}, {1, 2}}}};
+  expect_mentions(failure([&] { manifest.check("manifest.json"); }).first, {"'w'", "one box"});
 }
 
 TEST(Manifest, DeepJsonIsAnError) {

@@ -518,7 +518,7 @@ std::vector<at::Tensor> train_sharded(const std::shared_ptr<torch::nn::Module>& 
                                       parallel::FsdpStatistics* statistics = nullptr) {
   parallel::Fsdp fsdp{ModuleRecord(module), options, world()};
   std::vector<at::Tensor> leaves, result;
-  for (const auto& shard : fsdp.shards()) leaves.push_back(shard.leaf);
+  for (const auto& shard : fsdp.shards()) leaves.push_back(shard.tensor);
   for (int i = 0; i < 3; ++i) {
     fsdp.reset_statistics();
     torch::manual_seed(i);

@@ -177,9 +177,8 @@ TEST(FsdpOrder, RanksThatMeetAgainGoOn) {
     fsdp.check_gradients(leaves_of(fsdp));
     for (const auto& shard : fsdp.shards()) {
       const at::Tensor expected = plain->named_parameters()[shard.name].grad().flatten();
-      EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                               expected.narrow(0, shard.offset, shard.elements), 0, 1e-9))
-          << shard.name;
+      const at::Tensor own = expected.narrow(0, shard.placement.first(), shard.placement.count());
+      EXPECT_TRUE(at::allclose(shard.tensor.grad().flatten(), own, 0, 1e-9)) << shard.name;
     }
   }
 }

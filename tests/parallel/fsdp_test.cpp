@@ -171,11 +171,13 @@ TEST(Fsdp, ShardsCoverEveryParameterOnce) {
   const auto shards = fsdp.shards();
   ASSERT_EQ(shards.size(), before.size());
   for (std::size_t i = 0; i < before.size(); ++i) {
-    const ParameterShard& shard = shards[i];
-    EXPECT_EQ(shard.global_shape, before[i].sizes().vec());
+    const LocalTensor& shard = shards[i];
+    const Placement& placement = shard.placement;
+    EXPECT_EQ(placement.shape(), before[i].sizes().vec());
     const at::Tensor flat = before[i].as_strided({before[i].numel()}, {1});
-    EXPECT_TRUE(at::equal(shard.leaf.flatten(), flat.narrow(0, shard.offset, shard.elements)));
-    const at::Tensor sum = at::full({1}, shard.elements, at::kLong);
+    EXPECT_TRUE(
+        at::equal(shard.tensor.flatten(), flat.narrow(0, placement.first(), placement.count())));
+    const at::Tensor sum = at::full({1}, placement.count(), at::kLong);
     world().all_reduce(sum).wait();
     EXPECT_EQ(sum.item<std::int64_t>(), before[i].numel()) << shard.name;
   }

@@ -45,12 +45,11 @@ struct TwoHeads : torch::nn::Module {
 void expect_gradients_of(const torch::nn::Module& plain, const Fsdp& fsdp) {
   for (const auto& shard : fsdp.shards()) {
     const at::Tensor expected = plain.named_parameters()[shard.name].grad();
-    ASSERT_EQ(shard.leaf.grad().defined(), expected.defined()) << shard.name;
+    ASSERT_EQ(shard.tensor.grad().defined(), expected.defined()) << shard.name;
     if (!expected.defined()) continue;
-    EXPECT_TRUE(at::allclose(shard.leaf.grad().flatten(),
-                             expected.flatten().narrow(0, shard.offset, shard.elements), 1e-5,
-                             1e-6))
-        << shard.name;
+    const at::Tensor own =
+        expected.flatten().narrow(0, shard.placement.first(), shard.placement.count());
+    EXPECT_TRUE(at::allclose(shard.tensor.grad().flatten(), own, 1e-5, 1e-6)) << shard.name;
   }
 }
 

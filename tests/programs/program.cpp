@@ -64,14 +64,14 @@ void Sharded::check() {
       values_.note(name + key, tensor);
     }
     for (const auto& shard : core->strategy->shards()) {
-      if (shard.elements == 0) {
+      if (shard.placement.count() == 0) {
         values_.note_absent(concat(name, shard.name, " optimizer "));
         continue;
       }
       for (std::size_t o = 0; o < optimizers_.size(); ++o) {
         if (const auto optimizer = optimizers_[o].lock())
           values_.note_state(concat(name, shard.name, " optimizer ", o), optimizer->optimizer(),
-                             shard.leaf, shard.offset);
+                             shard.tensor, shard.placement.first());
       }
     }
   }

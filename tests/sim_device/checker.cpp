@@ -260,9 +260,10 @@ void add_transfer(Transfer transfer) {
   all().transfers.push_back(std::move(transfer));
 }
 
-void deliver_transfers_to(const void* begin, std::size_t bytes) {
+void settle_transfers(const void* begin, std::size_t bytes, bool written) {
   const Lock lock(mutex());
-  settle([&](const Transfer& one) { return one.to_host && overlap(one, begin, bytes); });
+  settle(
+      [&](const Transfer& one) { return (one.to_host || written) && overlap(one, begin, bytes); });
 }
 
 void drop_transfers(const void* begin, std::size_t bytes) {

@@ -108,8 +108,9 @@ struct Transfer {
   const std::string* op = nullptr;
 };
 void add_transfer(Transfer transfer);
-/// Delivers copies to these bytes, for another copy that is ordered after them on the device.
-void deliver_transfers_to(const void* begin, std::size_t bytes);
+/// A copy that reads (or writes) these bytes is ordered after all that came before on the device:
+/// copies to them have arrived, and, where they are written, copies from them have read them.
+void settle_transfers(const void* begin, std::size_t bytes, bool written);
 /// Pinned memory is freed.
 void drop_transfers(const void* begin, std::size_t bytes);
 std::size_t hash_of(const void* data, std::size_t bytes);

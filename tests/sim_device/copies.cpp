@@ -85,7 +85,7 @@ void copy_to_device(at::Tensor& self, const at::Tensor& source, bool non_blockin
   std::vector<Use> uses{written};
   if (pinned) uses.push_back(read);
   const std::uint64_t number = start(stream, name, uses);
-  if (pinned) deliver_transfers_to(read.begin, read.bytes);
+  if (pinned) settle_transfers(read.begin, read.bytes, /*written=*/false);
   std::memcpy(host_alias(written.begin), read.begin, read.bytes);
   if (non_blocking && pinned) {
     add_transfer({.to_host = false,
@@ -112,7 +112,7 @@ void copy_to_host(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   std::vector<Use> uses{read};
   if (pinned) uses.push_back(written);
   const std::uint64_t number = start(stream, name, uses);
-  if (pinned) deliver_transfers_to(host, read.bytes);
+  if (pinned) settle_transfers(host, read.bytes, /*written=*/true);
   const char* arriving = host_alias(read.begin);
   if (non_blocking && pinned) {
     add_transfer({.to_host = true,

@@ -3,7 +3,9 @@
 #include <accelerate/base/json.hpp>
 #include <accelerate/checkpoint/py_value.hpp>
 #include <accelerate/comm/group.hpp>
+#include <accelerate/core/local_tensor.hpp>
 #include <accelerate/core/module.hpp>
+#include <accelerate/io/box_reader.hpp>
 #include <accelerate/io/manifest.hpp>
 #include <accelerate/parallel/strategy.hpp>
 
@@ -15,8 +17,10 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace accelerate::io {
@@ -28,47 +32,21 @@ class FileLock;
 /// parts they need of.
 namespace accelerate::checkpoints {
 
-/// A tensor, or the consecutive elements of it that this process has.
-struct TensorPart {
-  std::string name;
-  /// Of the whole tensor.
-  std::vector<std::int64_t> shape;
-  /// Its dimensions from the slowest to the fastest, in the order in which elements are counted;
-  /// empty for row-major order.
-  std::vector<std::int64_t> order;
-  /// The first element, and how many.
-  std::int64_t first = 0;
-  std::int64_t count = 0;
-  /// They: of `shape` where they are the whole tensor, else of any shape, in the order of the
-  /// elements.
-  at::Tensor data;
-  /// Other processes may have it with other values (a buffer): the first one's are saved.
-  bool of_first_process = false;
-  /// To load into: nobody uses `data` unless the load succeeds, so it may be filled before
-  /// everything was verified.
-  bool fresh = false;
-
-  bool is_whole() const noexcept;
-};
-
 /// Tensors that are saved together: a model's, or an optimizer's. Where no process has only a part,
 /// they lie in one file `name`.safetensors, as other programs read it.
 struct TensorGroup {
   std::string name;
-  std::vector<TensorPart> parts;
+  /// What this process has of each. They share memory with who uses them.
+  std::vector<LocalTensor> parts;
   /// Other names of a tensor.
   std::map<std::string, std::string> aliases;
-  /// If given, the one file is `name`.bin, with this value of the tensors (contiguous, on the host,
-  /// one storage each), as Python's torch.save would write it.
-  std::function<PyValue(const std::vector<TensorPart>& parts)> python = nullptr;
+  /// Other processes may have these with other values (buffers): the first one's are saved.
+  std::set<std::string> of_first_process = {};
+  /// If given, the one file is `name`.bin, with this value of the tensors (whole, contiguous, on
+  /// the host, one storage each), as Python's torch.save would write it.
+  std::function<PyValue(const std::vector<NamedTensor>& tensors)> python = nullptr;
 };
 
-/// A whole tensor. Shares its memory; 4-bit numbers, of which LibTorch counts two as one element,
-/// are seen as bytes.
-TensorPart whole_part(std::string name, const at::Tensor& tensor);
-/// What `shard` is of its parameter, with `data` (the leaf, or a state of the optimizer that is
-/// shaped like it) for its elements. Shares memory with `data`.
-TensorPart part_of(const parallel::ParameterShard& shard, const at::Tensor& data);
 /// What this process has of a module: its parts of the parameters (some may have no elements), and
 /// the buffers.
 TensorGroup module_group(const parallel::Strategy& strategy, std::string name);
@@ -114,15 +92,16 @@ class Save {
   struct OutFile {
     std::string name;
     std::size_t group = 0;
-    std::vector<TensorPart> parts;
+    std::vector<LocalTensor> parts;
   };
+  // By the tensor's name: its boxes in a file, and where each begins.
+  using Positions = std::map<std::string_view, std::vector<std::pair<Box, std::uint64_t>>>;
   // What they say of the files that they wrote goes into the manifest.
   Json write_files();
   Json write_tensors(const OutFile& file);
   Json write_python(const OutFile& file);
   Json write_text(const std::string& name, const std::string& contents) const;
-  Json file_report(const OutFile& file, io::CheckedWriter& out,
-                   const std::map<std::string_view, std::uint64_t>& positions) const;
+  Json file_report(const OutFile& file, io::CheckedWriter& out, const Positions& positions) const;
   void complete(const std::vector<std::string>& reports);
 
   comm::Group group_;
@@ -147,14 +126,15 @@ class Load {
 
   const io::Manifest& manifest() const noexcept { return manifest_; }
   const std::filesystem::path& folder() const noexcept { return folder_; }
-  /// Notes that the elements of `part.data` are to be read from the tensor of `part.name`. Throws
-  /// CheckpointError when there is no such tensor, its shape is another, or its numbers are of
-  /// another kind (integers where real numbers belong, say).
-  void want(std::string_view group, TensorPart part);
+  /// Notes that the elements of `part.tensor` are to be read from the tensor of `part.name`. When
+  /// it is `fresh`, nobody uses it unless the load succeeds, so it may be filled before everything
+  /// was verified. Throws CheckpointError when there is no such tensor, its shape is another, or
+  /// its numbers are of another kind (integers where real numbers belong, say).
+  void want(std::string_view group, LocalTensor part, bool fresh = false);
   /// Throws CheckpointError with all differences in its message when a wanted group has other
   /// shapes or kinds of numbers, and with `strict` when it has other names, than `group`. Otherwise
   /// wants what both have.
-  void want_all(const TensorGroup& group, bool strict);
+  void want_all(const TensorGroup& group, bool strict, bool fresh = false);
 
   /// Collective. Every file is as it was written, each byte checked by a process that needs it:
   /// throws CheckpointError on every process when one byte is not. What is `fresh` is filled on the
@@ -167,22 +147,23 @@ class Load {
   void read_fresh();
   /// Fills everything that was wanted. Tensors of another dtype are converted.
   void read();
+  /// So many bytes of the files were read to fill what was wanted. Those that were read to verify
+  /// them, and to fill what is fresh on the way, are not counted.
+  std::uint64_t bytes_read() const noexcept { return files_->bytes_read(); }
 
  private:
   struct Wanted {
     const io::SavedTensor* saved;
-    TensorPart part;
-    bool is_direct() const;
+    LocalTensor part;
+    bool fresh;
+    // The bytes go where they are wanted as they are, and not through another tensor.
+    bool direct;
+    std::vector<io::Overlap> overlaps;
   };
-  // Bytes of a file that go where they are wanted as they are.
-  struct Move {
-    std::size_t file;
-    std::uint64_t position;
-    std::uint64_t bytes;
-    std::byte* to;
-  };
+  void add(const io::SavedTensor& saved, LocalTensor part, bool fresh);
+  // Calls `visit(block)` for each block, of all files, that has bytes of it.
   template <class Visitor>
-  void for_each_block(const Wanted& wanted, Visitor&& visit) const;
+  void for_each_block(const io::Overlap& overlap, Visitor&& visit) const;
   void convert(const Wanted& wanted) const;
   void fill(const std::vector<const Wanted*>& chosen);
   // Throws CheckpointError when another checkpoint has taken this one's name since.
@@ -193,7 +174,7 @@ class Load {
   io::Manifest manifest_;
   std::string identity_;  // the manifest's first line
   // What is verified and what is read is one opening of a file, whatever happens to its name.
-  std::unique_ptr<io::PieceReader> files_;
+  std::unique_ptr<io::BoxReader> files_;
   std::vector<Wanted> wanted_;
   std::vector<std::size_t> first_block_;  // of each file, counted through all
   std::vector<bool> taken_;               // blocks whose bytes are where fresh tensors want them

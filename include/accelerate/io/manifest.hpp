@@ -1,6 +1,7 @@
 #pragma once
 
 #include <accelerate/base/json.hpp>
+#include <accelerate/base/placement.hpp>
 #include <accelerate/io/checksum.hpp>
 #include <accelerate/io/file.hpp>
 #include <accelerate/io/safetensors.hpp>
@@ -12,37 +13,34 @@
 #include <filesystem>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 /// What a checkpoint's folder contains: every file with the checksums of its blocks, and where each
-/// tensor's elements lie in them. Whoever has this can read any range of any tensor without reading
+/// tensor's elements lie in them. Whoever has this can read any part of any tensor without reading
 /// the rest, whatever the number of processes that wrote it.
 namespace accelerate::io {
 
-/// Some consecutive elements of a tensor in a file.
-struct Piece {
+/// A box of a tensor that lies in a file without gaps.
+struct SavedBox {
   /// Index into Manifest::files.
   std::size_t file = 0;
-  /// The first element, and how many.
-  std::int64_t first = 0;
-  std::int64_t count = 0;
-  /// Where in the file they begin, in bytes.
+  /// Where in the file it begins, in bytes.
   std::uint64_t position = 0;
+  Box box;
 };
 
-/// A tensor whose elements lie in one piece or several.
+/// A tensor that lies in files as one box or several.
 struct SavedTensor {
   safetensors::Dtype dtype = safetensors::Dtype::kF32;
   std::vector<std::int64_t> shape;
-  /// The dimensions from the slowest to the fastest, in the order of the elements. Empty: row-major
-  /// order.
+  /// The dimensions from the slowest to the fastest, in each box. Empty for row-major order, which
+  /// is all that is written today; manifests of version 1 know others.
   std::vector<std::int64_t> order;
-  /// By their first element, without gaps.
-  std::vector<Piece> pieces;
+  /// Each element is in one of them.
+  std::vector<SavedBox> boxes;
 
   std::int64_t elements() const noexcept;
   /// Of so many elements. They are a whole number of bytes in a manifest that was checked.
@@ -50,6 +48,9 @@ struct SavedTensor {
     return static_cast<std::uint64_t>(count) *
            static_cast<std::uint64_t>(safetensors::bits(dtype)) / 8;
   }
+  /// The same bytes as a tensor of bytes with one dimension. For elements smaller than a byte,
+  /// which lie in one box.
+  SavedTensor as_bytes() const;
 };
 
 struct SavedFile {
@@ -72,7 +73,8 @@ class Manifest {
   /// What else the writer had to say: an object.
   Json about = Json::object();
 
-  /// The file's contents: JSON, whose first line has the checksum of the rest.
+  /// The file's contents: JSON, whose first line has the checksum of the rest. Throws StateError
+  /// for a tensor with an `order`, which is not written any more.
   std::string text() const;
   /// Throws CheckpointError, naming `path`, when this is not such a text, was changed, or
   /// contradicts itself.
@@ -81,8 +83,8 @@ class Manifest {
   static Manifest read(const std::filesystem::path& folder);
 
   /// Throws CheckpointError, naming `path`, unless every element of every tensor is in exactly one
-  /// piece, inside its file.
-  void check(const std::filesystem::path& path);
+  /// box, inside its file.
+  void check(const std::filesystem::path& path) const;
   /// Throws CheckpointError when a file is missing or has another size.
   void check_files(const std::filesystem::path& folder) const;
   /// Null when there is none.
@@ -104,34 +106,5 @@ void verify_blocks(const File& file, const SavedFile& saved, std::span<const std
 /// The same with the file of the name `saved.name` in `folder`.
 void verify_blocks(const std::filesystem::path& folder, const SavedFile& saved,
                    std::span<const std::size_t> blocks, const VerifiedBlock& each = nullptr);
-
-/// Reads elements of tensors, in any thread. Keeps the files open.
-class PieceReader {
- public:
-  PieceReader(std::filesystem::path folder, const Manifest& manifest);
-
-  /// Calls `visit(piece, first, count)` for each part of elements [first, first + count).
-  template <class Visitor>
-  static void for_each_part(const SavedTensor& tensor, std::int64_t first, std::int64_t count,
-                            Visitor&& visit) {
-    for (const Piece& piece : tensor.pieces) {
-      const std::int64_t begin = first > piece.first ? first : piece.first;
-      const std::int64_t own_end = piece.first + piece.count;
-      const std::int64_t end = first + count < own_end ? first + count : own_end;
-      if (begin < end) visit(piece, begin, end - begin);
-    }
-  }
-
-  /// Elements [first, first + count) to `data`.
-  void read(const SavedTensor& tensor, std::int64_t first, std::int64_t count, std::byte* data);
-  /// One of the manifest's files, opened when it is asked for first.
-  const File& file(std::size_t index);
-
- private:
-  std::filesystem::path folder_;
-  const Manifest& manifest_;
-  std::mutex mutex_;
-  std::map<std::size_t, File> open_;
-};
 
 }  // namespace accelerate::io

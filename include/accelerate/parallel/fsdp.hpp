@@ -165,7 +165,7 @@ class Fsdp final : public Strategy {
   void scale_gradients_(const at::Tensor& factor) override;
   void clip_grad_value_(double limit) override;
 
-  std::vector<ParameterShard> shards() const override;
+  std::vector<LocalTensor> shards() const override;
   std::vector<NamedTensor> state_dict(const StateDictOptions& options = {}) const override;
   void load_state_dict(const std::vector<NamedTensor>& state, const StateDictOptions& options = {},
                        bool strict = true) override;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <accelerate/core/local_tensor.hpp>
 #include <accelerate/core/module.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -20,20 +21,6 @@ struct ForwardContext {
   /// The gradients of this forward's backward are to be reduced over the ranks (false inside
   /// no_sync and in all but the last micro-batch of an accumulation window).
   bool sync = true;
-};
-
-/// One rank's part of one parameter.
-struct ParameterShard {
-  std::string name;
-  std::vector<std::int64_t> global_shape;
-  /// The first element of the parameter, in memory order, that this rank has, and how many.
-  std::int64_t offset = 0;
-  std::int64_t elements = 0;
-  /// What the optimizer owns; rows of the parameter where the cut falls between rows, else one
-  /// dimension.
-  at::Tensor leaf;
-  /// Memory order of the whole parameter.
-  std::vector<std::int64_t> global_strides;
 };
 
 /// Which tensors a state dict has.
@@ -105,7 +92,9 @@ class Strategy {
   virtual void clip_grad_value_(double limit);
 
   /// This rank's parts of all parameters, in the module's order: each whole unless it is sharded.
-  virtual std::vector<ParameterShard> shards() const;
+  /// The tensor is what the optimizer owns; of a part it has rows of the parameter where the cut
+  /// falls between rows, else one dimension.
+  virtual std::vector<LocalTensor> shards() const;
   /// Collective. Names and tensors of parameters and buffers, in the parameters' own dtype. They
   /// share memory with the module where they need no gathering and no copy was asked for. A full
   /// one has a tied tensor under each of its names.

@@ -7,12 +7,12 @@
 namespace accelerate::intercept {
 
 /// The tagged storages that one operator uses. They stay in memory for as long as this lives.
-class Holds {
+class StorageHolds {
  public:
-  Holds() = default;
-  Holds(const Holds&) = delete;
-  Holds& operator=(const Holds&) = delete;
-  ~Holds() {
+  StorageHolds() = default;
+  StorageHolds(const StorageHolds&) = delete;
+  StorageHolds& operator=(const StorageHolds&) = delete;
+  ~StorageHolds() {
     for (TaggedStorage* storage : held_) storage->let_go();
   }
 

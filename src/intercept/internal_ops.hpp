@@ -10,7 +10,7 @@ namespace accelerate::intercept {
 
 /// For the library's own tensor work in the middle of the user's: not intercepted, no gradients, no
 /// autocast, ordinary tensors even when the user is in inference mode.
-class Quiet {
+class InternalOpsGuard {
  private:
   c10::InferenceMode ordinary_{false};
   at::NoGradGuard no_grad_;
