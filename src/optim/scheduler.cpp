@@ -38,6 +38,10 @@ struct SetRates {
 template struct Opened<&torch::optim::LRScheduler::set_optimizer_lrs, SetRates>;
 
 using Plateau = torch::optim::ReduceLROnPlateauScheduler;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wnon-template-friend"  // one function for each instance is meant
+#endif
 template <class T, int kIndex>
 struct PlateauMember {
   using Member = T Plateau::*;
@@ -51,6 +55,9 @@ template struct Opened<&Plateau::best, Best>;
 template struct Opened<&Plateau::last_epoch, LastEpoch>;
 template struct Opened<&Plateau::num_bad_epochs, BadEpochs>;
 template struct Opened<&Plateau::cooldown_counter, Cooldown>;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include "support/distributed.hpp"
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/core/StreamGuard.h>
