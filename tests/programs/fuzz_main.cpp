@@ -36,6 +36,7 @@ std::optional<accelerate::Accelerator> the_accelerator;
 
 namespace accelerate::testing {
 const comm::Group& world() { return the_accelerator->world(); }
+const comm::Group& data_parallel() { return the_accelerator->data_parallel_group(); }
 }  // namespace accelerate::testing
 
 namespace fuzz {
