@@ -92,19 +92,20 @@ TEST_F(Estimate, MergingWeightsOfAStrangersCheckpoint) {
   const std::string merge = "merge-weights " + in.string() + " " + out.string();
   fs::create_directories(folder.path() / "a");
   // The group's name would lead out of the folder.
-  write_checkpoint(in, "model_/../../escaped", {Dtype::kF32, {1}, {}, {{0, 0, 1, 0}}});
+  write_checkpoint(in, "model_/../../escaped", {Dtype::kF32, {1}, {}, {{0, 0, Box::whole({1})}}});
   const Ran escaped = run(merge);
   EXPECT_EQ(escaped.status, 1) << escaped.output;
   EXPECT_NE(escaped.output.find("models are called model, model_1"), std::string::npos)
       << escaped.output;
   EXPECT_FALSE(fs::exists(folder.path() / "a" / "escaped.safetensors"));
   EXPECT_FALSE(fs::exists(folder.path() / "escaped.safetensors"));
-  // Rows of elements of four bits were put in order for ever.
-  write_checkpoint(in, "model", {Dtype::kF4, {2, 4}, {1, 0}, {{0, 0, 8, 0}}});
+  // Rows of elements of four bits were put together for ever.
+  write_checkpoint(in, "model",
+                   {Dtype::kF4, {2, 4}, {}, {{0, 0, {{0, 0}, {1, 4}}}, {0, 2, {{1, 0}, {1, 4}}}}});
   const Ran endless = run(merge);
   EXPECT_EQ(endless.status, 1) << endless.output;
-  EXPECT_NE(endless.output.find("elements of 4 bits"), std::string::npos) << endless.output;
-  write_checkpoint(in, "model_1", {Dtype::kF32, {1}, {}, {{0, 0, 1, 0}}});
+  EXPECT_NE(endless.output.find("4 bits"), std::string::npos) << endless.output;
+  write_checkpoint(in, "model_1", {Dtype::kF32, {1}, {}, {{0, 0, Box::whole({1})}}});
   const Ran good = run(merge);
   EXPECT_EQ(good.status, 0) << good.output;
   EXPECT_TRUE(fs::exists(out / "model_1.safetensors"));
