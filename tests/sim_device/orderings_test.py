@@ -57,21 +57,20 @@ def run(folder, program, **variables):
 
 
 def source_lines(library, addresses):
-    """Of each address, the function and line of the library's code that it belongs to; the address itself where nobody knows."""
+    """Of each address, the file and line of the library's code that it belongs to; the address itself where nobody knows."""
+    found = {address: address for address in addresses}
     tool = shutil.which("addr2line")
-    if tool is None:
-        return {address: address for address in addresses}
-    found = {}
-    for address in addresses:
-        words = subprocess.run([tool, "-Cife", str(library), "0x" + address], capture_output=True, text=True, check=True).stdout.splitlines()
-        # Pairs of function and place, from the innermost inlined one outwards: the first that is the library's.
-        pairs = [(words[i], words[i + 1]) for i in range(0, len(words) - 1, 2)]
-        own = next(((name, place) for name, place in pairs if re.search(r"/(src|include/accelerate)/", place)), None)
-        if own is None:
-            found[address] = address
-            continue
-        file, line = own[1].split(" ")[0].rsplit(":", 1)
-        found[address] = f"{re.sub(r'^.*/(src|include/accelerate)/', '', file)}:{line}"
+    if tool is None or not addresses:
+        return found
+    # Once for all, since it reads the whole library first. "0xADDRESS", then pairs of a function and "FILE:LINE", the innermost inlined one first.
+    command = [tool, "-aife", str(library), *sorted(addresses)]
+    address = None
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        if re.fullmatch("0x[0-9a-f]+", line):
+            address = line.removeprefix("0x").lstrip("0")
+        place = re.search(r"/(?:src|include/accelerate)/([a-z_/]+[.][ch]pp:[0-9]+)", line)
+        if place and found.get(address) == address:
+            found[address] = place.group(1)
     return found
 
 
@@ -86,7 +85,7 @@ def reason(code, output):
 
 
 def main(folder, library):
-    met = collections.defaultdict(lambda: collections.defaultdict(set))  # by kind and line: addresses and programs
+    asked = []  # program, kind, address
     with tempfile.TemporaryDirectory() as scratch:
         for program in PROGRAMS:
             places = pathlib.Path(scratch) / "places"
@@ -95,17 +94,19 @@ def main(folder, library):
             if code != 0:
                 print(f"{program[0]} fails though nothing was left out:\n{output}")
                 return 1
-            lines = [line.split() for line in places.read_text().splitlines()] if places.exists() else []
-            names = source_lines(library, {address for _, address, _ in lines})
-            for kind, address, _ in lines:
-                met[kind, names[address]]["addresses"].add(address)
-                met[kind, names[address]]["programs"].add(program)
+            lines = places.read_text().splitlines() if places.exists() else []
+            asked += [(program, *line.split()[:2]) for line in lines]
+    names = source_lines(library, {address for _, _, address in asked})
+    met = collections.defaultdict(lambda: collections.defaultdict(set))  # by kind and line: addresses and programs
+    for program, kind, address in asked:
+        met[kind, names[address]]["addresses"].add(address)
+        met[kind, names[address]]["programs"].add(program)
     everything = sorted(met)
     step = 1 if FULL else max(1, len(everything) // CHOSEN)
     # Which ones: ACCELERATE_TEST_SEED, 0 unless it is set.
     first = 0 if FULL else int(os.environ.get("ACCELERATE_TEST_SEED", "0")) % step
     unnoticed = []
-    print(f"{len(everything)} places put work in order")
+    print(f"{len(everything)} places put work in order", flush=True)
     for kind, name in everything[first::step]:
         place = met[kind, name]
         noticed = None
