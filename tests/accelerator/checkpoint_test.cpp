@@ -3,6 +3,7 @@
 
 #include <support/distributed.hpp>
 #include <support/python.hpp>
+#include <support/shared_folder.hpp>
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/checkpointing.hpp>
@@ -75,34 +76,13 @@ struct Averages {
   void load_state_dict(const std::vector<NamedTensor>& state) { mean.copy_(state.at(0).tensor); }
 };
 
-class Folder {
- public:
-  Folder() {
-    std::string name;
-    if (world().rank() == 0)
-      name =
-          io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
-    path_ = world().broadcast_bytes(name);
-  }
-  ~Folder() {
-    try {
-      world().barrier();  // the others may still read
-    } catch (const Error& error) {
-      ADD_FAILURE() << error.what();
-    }
-    std::error_code ignored;
-    if (world().rank() == 0) fs::remove_all(path_, ignored);
-  }
-  fs::path path_;
-};
-
-class Checkpoints : public ::testing::Test {
+class Checkpoints : public testing::WithSharedFolder {
  protected:
   AcceleratorOptions options(ProjectConfiguration project = {}) {
     return AcceleratorOptions().cpu(true).project_config(project);
   }
   ProjectConfiguration numbered() {
-    return ProjectConfiguration().project_dir(folder.path_).automatic_checkpoint_naming(true);
+    return ProjectConfiguration().project_dir(folder).automatic_checkpoint_naming(true);
   }
   std::set<std::string> names(const fs::path& in) {
     world().barrier();
@@ -110,7 +90,6 @@ class Checkpoints : public ::testing::Test {
     world().barrier();
     return {all.begin(), all.end()};
   }
-  Folder folder;
 };
 
 template <class Model, class Optimizer>
@@ -151,7 +130,7 @@ TEST_F(Checkpoints, EverythingComesBackInTheMiddleOfAnEpoch) {
     scheduler.step();
     counter.value = ++step;
     averages.mean.fill_(step);
-    if (step == 5) accelerator.save_state(folder.path_ / "saved");
+    if (step == 5) accelerator.save_state(folder / "saved");
     if (step > 5) seen.push_back(numbers.clone());
   }
   handle.remove();
@@ -171,7 +150,7 @@ TEST_F(Checkpoints, EverythingComesBackInTheMiddleOfAnEpoch) {
   second.register_for_checkpointing(counter2, averages2);
   fs::path told;
   second.register_load_state_pre_hook([&](const fs::path& where) { told = where; });
-  second.load_state(folder.path_ / "saved");
+  second.load_state(folder / "saved");
   EXPECT_EQ(told.filename(), "saved");
   EXPECT_TRUE(fs::exists(told / "notes.txt"));
   EXPECT_EQ(counter2.value, 5);
@@ -213,7 +192,7 @@ TEST_F(Checkpoints, SeveralOfAKindComeBackEachAsItself) {
       return losses;
     });
   };
-  const fs::path saved = folder.path_ / "saved";
+  const fs::path saved = folder / "saved";
   std::vector<double> expected;
   make(5, [&](Accelerator& accelerator, auto&& go_on) {
     go_on(0, 3);
@@ -240,10 +219,10 @@ TEST_F(Checkpoints, TheGradientScalerComesBack) {
   };
   const auto saved = prepared(GradScalerOptions().init_scale(8).growth_interval(7));
   detail::Checkpointing checkpointing({}, {.world = world()});
-  checkpointing.save(folder.path_ / "saved", {}, saved);
+  checkpointing.save(folder / "saved", {}, saved);
   const auto loaded = prepared(GradScalerOptions());
   EXPECT_NE(loaded.scaler->state_dict(), saved.scaler->state_dict());
-  checkpointing.load(folder.path_ / "saved", {}, loaded);
+  checkpointing.load(folder / "saved", {}, loaded);
   EXPECT_EQ(loaded.scaler->state_dict(), saved.scaler->state_dict());
 }
 
@@ -264,9 +243,9 @@ TEST_F(Checkpoints, ADeathAtAnyOperationOfANumberedSaveLeavesACompleteOneAndNoRe
     bool survived = false;
     for (int at = 0; !survived; ++at) {
       ASSERT_LT(at, 100);
-      const Folder own;
+      const testing::SharedFolder own;
       const auto project = ProjectConfiguration()
-                               .project_dir(own.path_)
+                               .project_dir(own.path())
                                .automatic_checkpoint_naming(true)
                                .total_limit(1);
       const pid_t child = ::fork();
@@ -285,8 +264,8 @@ TEST_F(Checkpoints, ADeathAtAnyOperationOfANumberedSaveLeavesACompleteOneAndNoRe
       detail::Checkpointing checkpointing(project, {});
       seen.insert(checkpointing.load({}, {}, nothing).filename().string());
       const auto next = checkpointing.save({}, {}, nothing).filename().string();
-      EXPECT_EQ(names(own.path_ / "checkpoints"), (std::set<std::string>{next, "latest"})) << at;
-      EXPECT_EQ(io::read_file(own.path_ / "checkpoints" / "latest"), next + "\n");
+      EXPECT_EQ(names(own.path() / "checkpoints"), (std::set<std::string>{next, "latest"})) << at;
+      EXPECT_EQ(io::read_file(own.path() / "checkpoints" / "latest"), next + "\n");
     }
     EXPECT_EQ(seen, (std::set<std::string>{"checkpoint_0", "checkpoint_1"}));
   }
@@ -294,7 +273,7 @@ TEST_F(Checkpoints, ADeathAtAnyOperationOfANumberedSaveLeavesACompleteOneAndNoRe
 
 TEST_F(Checkpoints, NumberingGoesOnAndTheLimitKeepsTheNewestAndTheBest) {
   const auto project = numbered().total_limit(2).keep_best(1);
-  const fs::path parent = folder.path_ / "checkpoints";
+  const fs::path parent = folder / "checkpoints";
   const auto run = [&](int saves, double first_metric, bool resume) {
     Accelerator accelerator(options(project));
     Net net;
@@ -354,9 +333,9 @@ TEST_F(Checkpoints, NumbersThatJsonHasNoWordForComeBack) {
       {"best", inf}, {"worst", -inf}, {"list", {1.5, std::nan(""), {{"deep", inf}}}}, {"none", {}}};
   object.state = state;
   accelerator.register_for_checkpointing(object);
-  accelerator.save_state(folder.path_ / "saved");
+  accelerator.save_state(folder / "saved");
   object.state = {};
-  accelerator.load_state(folder.path_ / "saved");
+  accelerator.load_state(folder / "saved");
   EXPECT_EQ(object.state["best"].get<double>(), inf);
   EXPECT_EQ(object.state["worst"].get<double>(), -inf);
   EXPECT_TRUE(std::isnan(object.state["list"][1].get<double>()));
@@ -364,9 +343,8 @@ TEST_F(Checkpoints, NumbersThatJsonHasNoWordForComeBack) {
   EXPECT_TRUE(object.state["none"].is_null());
   for (const Json& bad : {Json{{"$number", "inf"}}, Json("\xff")}) {
     object.state = bad;
-    EXPECT_NE(
-        refusal([&] { accelerator.save_state(folder.path_ / "bad"); }).find("custom_checkpoint_0"),
-        std::string::npos);
+    EXPECT_NE(refusal([&] { accelerator.save_state(folder / "bad"); }).find("custom_checkpoint_0"),
+              std::string::npos);
   }
 }
 
@@ -377,7 +355,7 @@ TEST_F(Checkpoints, WhoRefusesLeavesTheParametersOfAllProcesses) {
   auto [model, optimizer] = accelerator.prepare(net, adam);
   Anything object;
   accelerator.register_for_checkpointing(object);
-  accelerator.save_state(folder.path_ / "saved");
+  accelerator.save_state(folder / "saved");
   train(accelerator, model, optimizer, 0, 1);
   const auto weight = net->out->weight.detach().clone();
   const bool last = world().rank() == world().size() - 1;
@@ -385,16 +363,16 @@ TEST_F(Checkpoints, WhoRefusesLeavesTheParametersOfAllProcesses) {
     auto hook = accelerator.register_load_state_pre_hook([&](const fs::path&) {
       if (last) throw std::runtime_error("this hook wants nothing of it");
     });
-    EXPECT_NE(refusal([&] { accelerator.load_state(folder.path_ / "saved"); }).find("this hook"),
+    EXPECT_NE(refusal([&] { accelerator.load_state(folder / "saved"); }).find("this hook"),
               std::string::npos);
     hook.remove();
   }
   object.refuses = last;
-  EXPECT_NE(refusal([&] { accelerator.load_state(folder.path_ / "saved"); }).find("this object"),
+  EXPECT_NE(refusal([&] { accelerator.load_state(folder / "saved"); }).find("this object"),
             std::string::npos);
   EXPECT_TRUE(at::equal(net->out->weight, weight));
   object.refuses = false;
-  accelerator.load_state(folder.path_ / "saved");
+  accelerator.load_state(folder / "saved");
   EXPECT_FALSE(at::equal(net->out->weight, weight));
 }
 
@@ -405,7 +383,7 @@ TEST_F(Checkpoints, OneThatLostItsManifestIsNeitherPythonsNorPassedOver) {
   accelerator.save_state();
   accelerator.save_state();
   world().barrier();
-  const fs::path newest = folder.path_ / "checkpoints" / "checkpoint_1";
+  const fs::path newest = folder / "checkpoints" / "checkpoint_1";
   if (world().rank() == 0) fs::remove(newest / "manifest.json");
   world().barrier();
   for (const fs::path& named : {fs::path(), newest}) {
@@ -420,11 +398,11 @@ TEST_F(Checkpoints, AllProcessesMustFindTheSame) {
   Accelerator accelerator(options());
   Net net;
   auto model = accelerator.prepare(net);
-  accelerator.save_state(folder.path_ / "a");
+  accelerator.save_state(folder / "a");
   at::rand({1});  // which the random state has
-  accelerator.save_state(folder.path_ / "b");
+  accelerator.save_state(folder / "b");
   const std::string said =
-      refusal([&] { accelerator.load_state(folder.path_ / (world().rank() == 0 ? "a" : "b")); });
+      refusal([&] { accelerator.load_state(folder / (world().rank() == 0 ? "a" : "b")); });
   EXPECT_NE(said.find("another checkpoint"), std::string::npos) << said;
 }
 
@@ -433,7 +411,7 @@ TEST_F(Checkpoints, EachNodeHasItsFolderAndAllGoOnFromTheNewestThatAllHave) {
   GradientState gradients;
   detail::Prepared nothing;
   nothing.gradients = &gradients;
-  const fs::path own = folder.path_ / text::concat("node", world().rank());
+  const fs::path own = folder / text::concat("node", world().rank());
   detail::Checkpointing node(
       ProjectConfiguration()
           .project_dir(own)
@@ -461,7 +439,7 @@ TEST_F(Checkpoints, WithoutStrictWhatIsLeftOutIsSaid) {
   Accelerator accelerator(options());
   Net net;
   auto model = accelerator.prepare(net);
-  accelerator.save_state(folder.path_ / "saved");
+  accelerator.save_state(folder / "saved");
   const auto load = [&](const std::string& name) {
     Accelerator other(options());
     torch::nn::Sequential nets;
@@ -469,8 +447,8 @@ TEST_F(Checkpoints, WithoutStrictWhatIsLeftOutIsSaid) {
     nets->push_back(std::string("new"), torch::nn::Linear(6, 5));
     auto prepared = other.prepare(nets);
     ::testing::internal::CaptureStderr();
-    std::string said = refusal(
-        [&] { other.load_state(folder.path_ / "saved", LoadStateOptions().strict(false)); });
+    std::string said =
+        refusal([&] { other.load_state(folder / "saved", LoadStateOptions().strict(false)); });
     EXPECT_EQ(at::equal(nets->parameters()[0], net->hidden->weight), name == "hidden");
     return ::testing::internal::GetCapturedStderr() + said;
   };
@@ -488,11 +466,11 @@ TEST_F(Checkpoints, ASchedulerOfAnotherKindIsRefused) {
   torch::optim::SGD sgd(net->parameters(), 0.1);
   optim::LambdaLR schedule(sgd, [](std::int64_t) { return 1.0; });
   auto prepared = accelerator.prepare(net, sgd, schedule);
-  accelerator.save_state(folder.path_ / "saved");
+  accelerator.save_state(folder / "saved");
   Accelerator other(options());
   torch::optim::StepLR steps(sgd, 5);
   auto again = other.prepare(net, sgd, steps);
-  const std::string said = refusal([&] { other.load_state(folder.path_ / "saved"); });
+  const std::string said = refusal([&] { other.load_state(folder / "saved"); });
   for (const char* part : {"LambdaLR", "StepLR"})
     EXPECT_NE(said.find(part), std::string::npos) << said;
 }
@@ -501,7 +479,7 @@ TEST_F(Checkpoints, ADamagedOldCheckpointStopsNoLaterSave) {
   Accelerator accelerator(options(numbered().total_limit(2).keep_best(1)));
   Net net;
   auto model = accelerator.prepare(net);
-  const fs::path parent = folder.path_ / "checkpoints";
+  const fs::path parent = folder / "checkpoints";
   double metric = 10;
   const auto save = [&] { accelerator.save_state({}, SaveStateOptions().metric(metric--)); };
   for (int i = 0; i < 3; ++i) save();
@@ -528,14 +506,14 @@ TEST_F(Checkpoints, ALargerWorldDerivesTheRandomStatesOfItsNewRanksAndSaysSo) {
   at::Tensor next;
   if (world().rank() == 0) {
     detail::Checkpointing alone({}, {});
-    alone.save(folder.path_ / "saved", {}, nothing);
+    alone.save(folder / "saved", {}, nothing);
     next = at::rand({4});
   }
   world().barrier();
   const auto resumed = [&] {
     set_seed(500 + world().rank());
     detail::Checkpointing together({}, {.world = world()});
-    together.load(folder.path_ / "saved", {}, nothing);
+    together.load(folder / "saved", {}, nothing);
     return at::rand({4});
   };
   const auto before = log::level();
@@ -570,7 +548,7 @@ TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheN
   accelerator.wait_for_checkpoint();
   EXPECT_FALSE(accelerator.save_progress().running);
   EXPECT_FALSE(at::equal(net->hidden->weight, weight));
-  accelerator.load_state(folder.path_ / "checkpoints" / "checkpoint_0");
+  accelerator.load_state(folder / "checkpoints" / "checkpoint_0");
   EXPECT_TRUE(at::equal(net->hidden->weight, weight));
   EXPECT_EQ(train(accelerator, model, optimizer, 2, 6), losses);
 
@@ -580,7 +558,7 @@ TEST_F(Checkpoints, AnAsynchronousSaveHasTheStateAtTheCallAndItsErrorComesAtTheN
   accelerator.save_state({}, later);
   EXPECT_THROW(accelerator.wait_for_checkpoint(), CheckpointError);
   io::faults::set_hook(nullptr);
-  EXPECT_EQ(names(folder.path_ / "checkpoints"),
+  EXPECT_EQ(names(folder / "checkpoints"),
             (std::set<std::string>{"checkpoint_0", "checkpoint_1", "latest"}));
 }
 
@@ -611,13 +589,13 @@ TEST_F(Checkpoints, AProcessWithoutMemoryForTheCopyStopsTheAsynchronousSaveOnAll
     if (world().rank() == world().size() - 1) allocator.armed = net->hidden->weight.nbytes();
   });
   const auto later = SaveStateOptions().asynchronous(true);
-  EXPECT_THROW(accelerator.save_state(folder.path_ / "saved", later), std::exception);
+  EXPECT_THROW(accelerator.save_state(folder / "saved", later), std::exception);
   EXPECT_EQ(allocator.armed, 0U);
   handle.remove();
   accelerator.wait_for_checkpoint();  // there is none
-  accelerator.save_state(folder.path_ / "saved", later);
+  accelerator.save_state(folder / "saved", later);
   accelerator.wait_for_checkpoint();
-  accelerator.load_state(folder.path_ / "saved");
+  accelerator.load_state(folder / "saved");
   c10::SetCPUAllocator(allocator.own, 1);
 }
 
@@ -627,12 +605,12 @@ TEST_F(Checkpoints, WhatDoesNotFitIsSaidBeforeAnythingChanges) {
   torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
   auto [model, optimizer] = accelerator.prepare(net, adam);
   EXPECT_THROW(accelerator.save_state(), ConfigError);
-  accelerator.save_state(folder.path_ / "saved");
+  accelerator.save_state(folder / "saved");
   Counter counter;
   accelerator.register_for_checkpointing(counter);
   EXPECT_THROW(accelerator.register_for_checkpointing(counter), StateError);
-  EXPECT_THROW(accelerator.load_state(folder.path_ / "saved"), CheckpointError);
-  EXPECT_THROW(accelerator.load_state(folder.path_ / "absent"), CheckpointError);
+  EXPECT_THROW(accelerator.load_state(folder / "saved"), CheckpointError);
+  EXPECT_THROW(accelerator.load_state(folder / "absent"), CheckpointError);
 }
 
 TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
@@ -640,7 +618,7 @@ TEST_F(Checkpoints, SaveModelReplacesAnEarlierOne) {
   Net net;
   torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.05));
   auto [model, optimizer] = accelerator.prepare(net, adam);
-  const fs::path where = folder.path_ / "model";
+  const fs::path where = folder / "model";
   const auto files = accelerator.save_model(model, where, "150B");
   EXPECT_EQ(files.front(), "model.safetensors.index.json");
   EXPECT_GT(files.size(), 2U);
@@ -657,7 +635,7 @@ TEST_F(Checkpoints, SaveModelLeavesACheckpointAlone) {
   Accelerator accelerator(options());
   Net net;
   auto model = accelerator.prepare(net);
-  const fs::path saved = folder.path_ / "saved";
+  const fs::path saved = folder / "saved";
   accelerator.save_state(saved);
   const auto before = names(saved);
   for (const bool safe : {true, false})
@@ -693,14 +671,14 @@ TEST_F(Checkpoints, PythonReadsOursAndWeReadPythons) {
   torch::optim::AdamW adam(net->parameters(), torch::optim::AdamWOptions(0.02).weight_decay(0.1));
   auto [model, optimizer] = accelerator.prepare(net, adam);
   train(accelerator, model, optimizer, 0, 2);
-  accelerator.save_state(folder.path_ / "ours");
-  const Json loaded = python("load", folder.path_ / "ours");
+  accelerator.save_state(folder / "ours");
+  const Json loaded = python("load", folder / "ours");
   EXPECT_EQ(loaded.at("lr"), 0.02);
   EXPECT_EQ(loaded.at("step"), 2.0);
   expect_near(train(accelerator, model, optimizer, 2, 6), loaded.at("losses"));
 
-  const Json saved = python("save", folder.path_ / "theirs");
-  accelerator.load_state(folder.path_ / "theirs");
+  const Json saved = python("save", folder / "theirs");
+  accelerator.load_state(folder / "theirs");
   expect_near(train(accelerator, model, optimizer, 2, 6), saved.at("losses"));
   EXPECT_EQ(optimizer.learning_rates(), std::vector<double>{0.05});
 }

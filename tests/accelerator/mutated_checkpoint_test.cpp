@@ -2,6 +2,7 @@
 // refused by a CheckpointError that leaves everything as it was, bit by bit.
 
 #include <support/distributed.hpp>
+#include <support/shared_folder.hpp>
 
 #include <accelerate/accelerate.hpp>
 
@@ -157,22 +158,7 @@ std::string mutate_checkpoint(const fs::path& folder, Random& random) {
   return what;
 }
 
-class Mutants : public ::testing::Test {
- protected:
-  void SetUp() override {
-    std::string name;
-    if (world().rank() == 0)
-      name =
-          io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
-    folder = world().broadcast_bytes(name);
-  }
-  void TearDown() override {
-    world().barrier();
-    std::error_code ignored;
-    if (world().rank() == 0) fs::remove_all(folder, ignored);
-  }
-  fs::path folder;
-};
+class Mutants : public testing::WithSharedFolder {};
 
 TEST_F(Mutants, AreLoadedOrRefusedAndThenNothingHasChanged) {
   Accelerator accelerator(AcceleratorOptions().cpu(true));

@@ -3,6 +3,7 @@
 
 #include <support/distributed.hpp>
 #include <support/python.hpp>
+#include <support/shared_folder.hpp>
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/checkpoint/sharded.hpp>
@@ -134,24 +135,11 @@ std::pair<int, std::string> command(const std::string& arguments, const fs::path
   return {WEXITSTATUS(status), io::read_file(log)};
 }
 
-class OldCheckpoints : public ::testing::Test {
+class OldCheckpoints : public testing::WithSharedFolder {
  protected:
-  void SetUp() override {
-    std::string name;
-    if (world().rank() == 0)
-      name =
-          io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
-    folder = world().broadcast_bytes(name);
-  }
-  void TearDown() override {
-    world().barrier();
-    std::error_code ignored;
-    if (world().rank() == 0) fs::remove_all(folder, ignored);
-  }
   static fs::path saved(const char* which) {
     return fs::path(ACCELERATE_TESTS_DIR) / "checkpoint" / "version1" / which;
   }
-  fs::path folder;
 };
 
 TEST_F(OldCheckpoints, OfVersionOneAreReadByEveryStrategy) {

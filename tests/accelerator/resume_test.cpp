@@ -3,6 +3,7 @@
 // another run.
 
 #include <support/distributed.hpp>
+#include <support/shared_folder.hpp>
 
 #include <accelerate/accelerate.hpp>
 #include <accelerate/accelerator/checkpointing.hpp>
@@ -45,20 +46,8 @@ namespace {
 namespace fs = std::filesystem;
 using accelerate::testing::world;
 
-class Resume : public ::testing::Test {
+class Resume : public testing::WithSharedFolder {
  protected:
-  void SetUp() override {
-    std::string name;
-    if (world().rank() == 0)
-      name =
-          io::TemporaryFolder(fs::is_directory("/dev/shm") ? "/dev/shm" : "/tmp").keep().string();
-    folder = world().broadcast_bytes(name);
-  }
-  void TearDown() override {
-    world().barrier();
-    std::error_code ignored;
-    if (world().rank() == 0) fs::remove_all(folder, ignored);
-  }
   AcceleratorOptions options(ProjectConfiguration project = {}) {
     return AcceleratorOptions().cpu(true).project_config(project);
   }
@@ -71,7 +60,6 @@ class Resume : public ::testing::Test {
     if (world().rank() == 0) work();
     world().barrier();
   }
-  fs::path folder;
 };
 
 std::string refusal(const std::function<void()>& action) {
