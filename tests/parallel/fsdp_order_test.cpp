@@ -54,6 +54,16 @@ FsdpOptions a_unit_each() {
       {"enter", "experts.0", "experts.1", "experts.2", "experts.3", "leave"});
 }
 
+// A step of the module and of its sharded twin.
+void step_both(torch::optim::Optimizer& plain, Fsdp& fsdp, torch::optim::Optimizer& sharded) {
+  plain.step();
+  sharded.step();
+  fsdp.after_step(leaves_of(fsdp));
+  plain.zero_grad();
+  fsdp.before_zero_grad(leaves_of(fsdp));
+  sharded.zero_grad();
+}
+
 // Every rank's own way through the experts, another in each step.
 std::vector<int> chosen_by(int rank, int step) {
   static const std::vector<std::vector<int>> kWays{{0, 2}, {3, 1}, {2}, {1, 3, 0}, {}, {3}};
@@ -262,12 +272,7 @@ TEST(FsdpOrder, ARankWhoseLossReachesNoParameterTakesPart) {
       }
       fsdp.check_gradients(leaves_of(fsdp));
       average(plain->parameters());
-      sgd.step();
-      sharded.step();
-      fsdp.after_step(leaves_of(fsdp));
-      sgd.zero_grad();
-      fsdp.before_zero_grad(leaves_of(fsdp));
-      sharded.zero_grad();
+      step_both(sgd, fsdp, sharded);
     }
     fsdp.restore();
     expect_equal(ModuleRecord(net), ModuleRecord(plain), 1e-9);
@@ -299,12 +304,7 @@ TEST(FsdpOrder, ARankWithoutBackwardsInAWindowTakesPartInTheLast) {
       }
       fsdp.check_gradients(leaves_of(fsdp));
       average(plain->parameters());
-      sgd.step();
-      sharded.step();
-      fsdp.after_step(leaves_of(fsdp));
-      sgd.zero_grad();
-      fsdp.before_zero_grad(leaves_of(fsdp));
-      sharded.zero_grad();
+      step_both(sgd, fsdp, sharded);
     }
     fsdp.restore();
     expect_equal(ModuleRecord(net), ModuleRecord(plain), 1e-9);
@@ -349,12 +349,7 @@ TEST(FsdpOrder, AllUnitsEveryPassServesRanksThatUseSome) {
         fsdp.check_gradients(leaves_of(fsdp));
         EXPECT_NEAR(fsdp.grad_norm(2).item<double>(),
                     global_norm(plain->parameters(), 2).item<double>(), 1e-9);
-        adam.step();
-        sharded.step();
-        fsdp.after_step(leaves_of(fsdp));
-        adam.zero_grad();
-        fsdp.before_zero_grad(leaves_of(fsdp));
-        sharded.zero_grad();
+        step_both(adam, fsdp, sharded);
       }
       fsdp.restore();
       expect_equal(ModuleRecord(net), ModuleRecord(plain), 1e-9);
