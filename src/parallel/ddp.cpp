@@ -5,22 +5,18 @@
 #include <accelerate/base/text.hpp>
 #include <accelerate/comm/native.hpp>
 
-#include <intercept/backward_end.hpp>
 #include "comm/world_impl.hpp"
 #include "parallel/comm_hooks.hpp"
 #include "parallel/consistency.hpp"
+#include "parallel/ddp_reducer.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <mutex>
-#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -31,209 +27,6 @@ namespace {
 constexpr double kMiB = 1024.0 * 1024.0;
 // Parameters and buffers travel to the other ranks in pieces of this size, PyTorch's own.
 constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
-
-// The Reducer lays its buckets out anew once it knows in which order gradients arrive. A resumed
-// run would find that out in its first step, and until then add in another order.
-class Buckets final : public c10d::Reducer {
- public:
-  template <class... Arguments>
-  explicit Buckets(Arguments&&... arguments) : Reducer(std::forward<Arguments>(arguments)...) {
-    // Otherwise it tells its logger when the set of unused parameters first changes. It has none,
-    // and does not ask.
-    ddp_graph_static_ = false;
-  }
-
-  /// The last reducing backward ended without a gradient for every parameter.
-  bool unfinished() const {
-    const std::lock_guard lock(mutex_);
-    return require_finalize_;
-  }
-  /// Its hooks sit on the gradient accumulators of the parameters. torch::load and set_ give a
-  /// parameter another one: back to those with the hooks.
-  void keep_accumulators() const {
-    for (std::size_t i = 0; i < params_.size(); ++i) {
-      if (torch::autograd::impl::try_get_grad_accumulator(params_[i]) != grad_accumulators_[i])
-        torch::autograd::impl::set_grad_accumulator(params_[i], grad_accumulators_[i]);
-    }
-  }
-
-  std::vector<std::vector<std::int64_t>> layout() const {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::vector<std::int64_t>> all;
-    if (!has_rebuilt_bucket_) return all;
-    for (const auto& bucket : buckets_)
-      all.emplace_back(bucket.variable_indices.begin(), bucket.variable_indices.end());
-    return all;
-  }
-  void set_layout(std::vector<std::vector<std::size_t>> layout) {
-    const std::lock_guard lock(mutex_);
-    initialize_buckets(std::move(layout));
-    has_rebuilt_bucket_ = true;
-  }
-
-  /// The gradients that arrive now are to be reduced.
-  bool listens() const {
-    const std::lock_guard lock(mutex_);
-    return expect_autograd_hooks_;
-  }
-  /// No output of the forward depends on it, as far as the graph shows (find_unused_parameters).
-  bool seems_unused(const at::Tensor& parameter) const {
-    const std::lock_guard lock(mutex_);
-    return std::any_of(unused_parameters_.begin(), unused_parameters_.end(),
-                       [&](std::size_t i) { return params_[i].is_same(parameter); });
-  }
-  /// Puts things back to where they were before a backward that did not end.
-  void abandon() {
-    const std::lock_guard lock(mutex_);
-    // What has begun has begun on every rank, and writes to the buckets.
-    for (const Bucket& bucket : buckets_) {
-      if (bucket.future_work) bucket.future_work->wait();
-    }
-    if (local_used_work_) local_used_work_->wait();
-    local_used_work_.reset();
-    expect_autograd_hooks_ = false;
-    require_finalize_ = false;
-    if (std::exchange(first_autograd_hook_called_, false)) --num_bwd_calls_;
-    if (static_graph_ && num_bwd_calls_ == 0) numGradHooksTriggeredMap_.clear();
-    if (!has_rebuilt_bucket_) {
-      rebuilt_params_.clear();
-      rebuilt_param_indices_.clear();
-    }
-    if (local_used_map_.defined()) local_used_map_.zero_();
-    local_used_map_reduced_ = false;
-  }
-};
-
-/// What the hooks on the parameters share with the strategy. Backward may run on threads of its
-/// own.
-struct GradientWatch {
-  std::shared_ptr<comm::GroupWatch> group;
-  std::mutex mutex;
-  /// Null when the strategy is gone.
-  const Buckets* reducer = nullptr;
-  /// The reducer takes one gradient of each parameter.
-  bool once = false;
-  /// It looks for parameters that no output depends on.
-  bool finds_unused = false;
-  /// By parameter: the reducer has it.
-  std::vector<bool> reduced;
-  /// By parameter: it came since the last synchronising forward.
-  std::vector<bool> arrived;
-  /// By parameter: a gradient arrived that was not reduced since.
-  std::vector<bool> unreduced;
-  /// By parameter: a backward failed since its gradient was last cleared.
-  std::vector<bool> partial;
-  /// A synchronising forward ran, and no gradient has arrived since.
-  bool awaits_first = false;
-  /// A backward failed, and the reducer has not been told.
-  std::atomic<bool> failed{false};
-  /// The backward that the last gradient came from.
-  int task = -1;
-
-  /// For that many parameters, of which nothing is known.
-  void resize(std::size_t parameters) {
-    for (auto* marks : {&reduced, &arrived, &unreduced, &partial}) marks->assign(parameters, false);
-  }
-
-  static void fail(GradientWatch& watch) {
-    const std::lock_guard lock(watch.mutex);
-    if (!watch.failed.exchange(true)) watch.group->say_failed_pass();
-    watch.partial.assign(watch.partial.size(), true);
-  }
-};
-
-class ArrivalHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  ArrivalHook(std::shared_ptr<GradientWatch> watch, std::size_t index, std::string name,
-              std::unique_ptr<PostAccumulateGradHook> next)
-      : watch_(std::move(watch)), index_(index), name_(std::move(name)), next_(std::move(next)) {}
-
-  void operator()(const torch::autograd::Variable& parameter) override {
-    // The Reducer, whose hook comes after this one, adds up dense gradients only.
-    if (parameter.grad().defined() && parameter.grad().layout() != c10::Layout::Strided)
-      parameter.mutable_grad() = parameter.grad().to_dense();
-    arrived(parameter);
-    if (next_) (*next_)(parameter);
-  }
-
-  /// Has the hook of `watch` on the parameter, before the one that is there.
-  static void put(const at::Tensor& parameter, const std::shared_ptr<GradientWatch>& watch,
-                  std::size_t index, const std::string& name) {
-    // A frozen parameter may never have met autograd.
-    torch::autograd::impl::materialize_autograd_meta(parameter);
-    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameter);
-    if (const ArrivalHook* own = in(slot); own != nullptr && own->watch_ == watch) return;
-    auto next = std::move(slot);
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        parameter, std::make_unique<ArrivalHook>(watch, index, name, std::move(next)));
-  }
-  /// Takes it off again.
-  static void take(const at::Tensor& parameter, const std::shared_ptr<GradientWatch>& watch) {
-    auto* slot = &torch::autograd::impl::post_acc_grad_hooks(parameter);
-    while (ArrivalHook* own = in(*slot)) {
-      if (own->watch_ == watch) {
-        auto next = std::move(own->next_);
-        *slot = std::move(next);
-        return;
-      }
-      slot = &own->next_;
-    }
-  }
-
- private:
-  static ArrivalHook* in(const std::unique_ptr<PostAccumulateGradHook>& slot) {
-    PostAccumulateGradHook* hook = slot.get();
-    return hook != nullptr && typeid(*hook) == typeid(ArrivalHook) ? static_cast<ArrivalHook*>(hook)
-                                                                   : nullptr;
-  }
-
-  void arrived(const at::Tensor& parameter) {
-    const std::lock_guard lock(watch_->mutex);
-    if (watch_->reducer == nullptr) return;
-    const int task = torch::autograd::get_current_graph_task_id();
-    if (std::exchange(watch_->task, task) != task) {
-      intercept::when_backward_ends([watch = watch_](bool failed) {
-        if (failed) GradientWatch::fail(*watch);
-      });
-    }
-    if (!watch_->reducer->listens()) {
-      watch_->unreduced[index_] = true;
-      return;
-    }
-    if (std::exchange(watch_->awaits_first, false)) {
-      // Reducer sums whole gradients, those of earlier micro-batches included.
-      watch_->unreduced.assign(watch_->unreduced.size(), false);
-      watch_->arrived.assign(watch_->arrived.size(), false);
-    }
-    if (watch_->once && watch_->arrived[index_]) {
-      throw StateError(
-          text::concat("The parameter '", name_,
-                       "' got a gradient a second time in one backward, after the first was given "
-                       "to be averaged "
-                       "over the ranks: a function that runs a backward of its own in backward "
-                       "(checkpointing of "
-                       "the program's own) reached it again. Set DdpOptions::static_graph if the "
-                       "same happens in "
-                       "every step, use checkpoint() of this library, or a sharded strategy."));
-    }
-    if (watch_->finds_unused && watch_->reducer->seems_unused(parameter)) {
-      throw StateError(text::concat(
-          "The parameter '", name_,
-          "' got a gradient, and DdpOptions::find_unused_parameters had found that no output of "
-          "the "
-          "forward depends on it: a function that runs a backward of its own in backward "
-          "(checkpointing of the program's own) hides it. Set static_graph instead if every step "
-          "uses the same parameters, use checkpoint() of this library, or a sharded strategy."));
-    }
-    watch_->arrived[index_] = true;
-    if (!watch_->reduced[index_]) watch_->unreduced[index_] = true;
-  }
-
-  std::shared_ptr<GradientWatch> watch_;
-  std::size_t index_;
-  std::string name_;
-  std::unique_ptr<PostAccumulateGradHook> next_;
-};
 
 struct QuietWarnings final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -376,10 +169,10 @@ struct Ddp::Impl {
         const std::lock_guard lock(watch->mutex);
         watch->reducer = made.get();
         watch->once = !options.static_graph();
-        watch->finds_unused = options.find_unused_parameters();
         watch->awaits_first = false;
         if (watch->reduced.size() != parameters.size()) watch->resize(parameters.size());
         watch->arrived.assign(parameters.size(), false);
+        watch->unused.assign(parameters.size(), false);
         for (std::size_t i = 0; i < parameters.size(); ++i)
           watch->reduced[i] = parameters[i].trained;
       }
@@ -471,6 +264,13 @@ struct Ddp::Impl {
     delayed_reduction = options.static_graph() && !delayed_reduction_done;
     const std::lock_guard lock(watch->mutex);
     watch->awaits_first = true;
+    if (!options.find_unused_parameters()) return;
+    std::vector<std::size_t> trained;  // the reducer knows of no others
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].trained) trained.push_back(i);
+    }
+    watch->unused.assign(parameters.size(), false);
+    for (const std::size_t i : reducer->unused()) watch->unused[trained[i]] = true;
   }
 
   void finish_delayed_reduction() {
@@ -542,7 +342,8 @@ Ddp::Ddp(ModuleRecord module, comm::Group group, DdpOptions options)
   if (!self.has_trained()) {
     throw StateError(
         "The module has no parameter that requires a gradient, so there is nothing to train in "
-        "parallel. Prepare it with prepare_for_evaluation, or switch requires_grad on for what should "
+        "parallel. Prepare it with prepare_for_evaluation, or switch requires_grad on for what "
+        "should "
         "be trained.");
   }
 
@@ -640,7 +441,7 @@ void Ddp::after_backward() {
   impl_->finish_delayed_reduction();
 }
 
-void Ddp::backward_failed() noexcept { GradientWatch::fail(*impl_->watch); }
+void Ddp::backward_failed() noexcept { impl_->watch->fail(); }
 
 void Ddp::sync_in_next_backward() {
   if (!impl_->all_frozen) impl_->prepare_for_backward({});
