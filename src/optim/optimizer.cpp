@@ -345,8 +345,9 @@ void OptimizerCore::zero_grad(bool set_to_none) {
         "step: use it without accumulation.");
   }
   log::warning_once(
-      "zero_grad() was called in the last micro-batch of an accumulation window, before backward(). "
-      "The gradients of the window's earlier micro-batches are kept for that step. To leave them "
+      "zero_grad() was called in the last micro-batch of an accumulation window, before "
+      "backward(). The gradients of the window's earlier micro-batches are kept for that step. To "
+      "leave them "
       "out, call discard_gradients() on the prepared optimizer.");
 }
 

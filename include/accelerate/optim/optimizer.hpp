@@ -81,9 +81,9 @@ class OptimizerCore {
   /// gradient scaler.
   at::Tensor step(const Closure& closure = nullptr);
   /// Clears the gradients, if they are in sync: forgets them, or fills them with zeros in place.
-  /// While gradients of earlier micro-batches wait for the window's last backward it keeps them, and
-  /// says so once, unless a backward has failed since; inside a closure, which would be called again, it
-  /// throws StateError.
+  /// While gradients of earlier micro-batches wait for the window's last backward it keeps them,
+  /// and says so once, unless a backward has failed since; inside a closure, which would be called
+  /// again, it throws StateError.
   void zero_grad(bool set_to_none = true);
   /// Forgets the gradients, wherever in a window, and what was counted of it.
   void discard_gradients();
